@@ -1,0 +1,1 @@
+"""Maru's core: plugin host, protocol, metadata server and client. No torch, no engine."""

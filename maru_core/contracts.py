@@ -1,0 +1,156 @@
+"""What a storage backend and a transfer engine must do. Vendors implement these; so do the built-ins.
+
+Nothing here needs torch: tensors are opaque to the core (``Any``) and only transfer engines look inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from attrs import frozen
+
+from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
+from maru_core.protocol.messages import PoolDescriptor
+
+
+class Region(Protocol):
+    """One pool, mapped into this process. Made by :meth:`StorageBackend.map_region`; thread-safe."""
+
+    @property
+    def descriptor(self) -> PoolDescriptor:
+        """The pool that is mapped."""
+
+    @property
+    def buffer(self) -> memoryview:
+        """The whole pool as writable bytes, superblock first."""
+
+    def publish(self, offset: int, length: int) -> None:
+        """Make bytes written by this process visible to every reader of the pool. Called before COMMIT is sent.
+
+        A no-op within one coherent host; a cache-line write-back and fence on memory shared by hosts that are not
+        coherent with each other. May not block for longer than the flush takes.
+        """
+
+    def acquire(self, offset: int, length: int) -> None:
+        """Forget stale copies of these bytes before they are read. Called after ACQUIRE was answered."""
+
+    def close(self) -> None:
+        """Unmap. Idempotent; memory that a live ``memoryview`` still shows stays mapped until that is released."""
+
+
+@frozen
+class PoolRequest:
+    """What the server asks a backend for. Sizes in bytes; ``path`` is the operator's (``None``: the backend's default).
+
+    ``owner`` is unique to this server's runtime folder: two servers never ask for pools of one owner.
+    """
+
+    pool: int
+    size: int
+    granule: int
+    entry_base: int
+    path: str | None
+    owner: str
+
+
+class Pool(Protocol):
+    """A pool as its owner, the server, holds it. Made by :meth:`StorageBackend.create_pool`."""
+
+    @property
+    def region(self) -> Region:
+        """The pool mapped in the server, superblock written, header table zeroed."""
+
+    def destroy(self) -> None:
+        """Unmap and remove the pool's memory (a device stays, a file goes). Idempotent."""
+
+
+class StorageBackend(Protocol):
+    """Kinds of memory: creates pools (server side) and maps them (client side)."""
+
+    @property
+    def name(self) -> str:
+        """The name that configuration uses, equal to the plugin's entry-point name."""
+
+    def create_pool(self, request: PoolRequest) -> Pool:
+        """Allocate memory in full and write a new superblock.
+
+        Raises BackendError, with the size that is there and the size that was asked for, rather than let a later page
+        fault kill an engine.
+        """
+
+    def map_region(self, descriptor: PoolDescriptor) -> Region:
+        """Map an existing pool; raises BackendError when the superblock's identity is not ``descriptor``'s."""
+
+
+class Transfer(Protocol):
+    """A transfer engine bound to one engine rank's paged memory. Used by one thread at a time."""
+
+    def load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
+        """Objects to pages: writes exactly the slots of ``[first, last)`` of each copy, for every plane and layer.
+
+        Ordered before everything the calling thread's device stream runs later; returns when ``buffer`` may be
+        reused. Raises TransferError and leaves the slots undefined.
+        """
+
+    def store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
+        """Pages to objects, ordered after everything queued on the calling thread's device stream.
+
+        Returns when all bytes are in ``buffer``. Raises TransferError and leaves the buffers undefined.
+        """
+
+    def close(self) -> None:
+        """Give staging memory back. Idempotent."""
+
+
+class TransferEngine(Protocol):
+    """A way to move bytes between paged memory and pools."""
+
+    @property
+    def name(self) -> str:
+        """The name that ``maru_transfer_engine`` uses, equal to the plugin's entry-point name."""
+
+    def is_available(self) -> bool:
+        """Whether what the engine needs (torch, kernels, a device) is there. Imports it if need be; never raises."""
+
+    def import_error(self) -> str | None:
+        """Why not, and the remedy; ``None`` when available."""
+
+    def unsupported(self, paged: PagedLayout, stored: ObjectLayout, device: str) -> str | None:
+        """Why this engine cannot move this layout on this device type (``cpu``, ``cuda``); ``None`` when it can."""
+
+    def open(self, layers: Sequence[Any], paged: PagedLayout, stored: ObjectLayout) -> Transfer:
+        """Bind to the engine's KV tensors, one per layer in true layer order; raises TransferError."""
+
+
+#: A factory is called once, when the thing is first used; it may import what is heavy.
+BackendFactory = Callable[[], StorageBackend]
+EngineFactory = Callable[[], TransferEngine]
+
+
+@frozen
+class BackendProvision:
+    """What the hook ``maru_storage_backends`` returns per backend. ``summary``: one line for ``maru plugins``."""
+
+    name: str
+    factory: BackendFactory
+    summary: str = ""
+
+
+@frozen
+class EngineProvision:
+    """What the hook ``maru_transfer_engines`` returns for each engine. ``auto`` tries higher ``rank`` first."""
+
+    name: str
+    factory: EngineFactory
+    rank: int = 0
+    summary: str = ""
+
+
+@frozen
+class ReadExtent:
+    """Bytes of a pool that are about to be read: offset and length in bytes in the region."""
+
+    pool: int
+    offset: int
+    length: int

@@ -1,0 +1,88 @@
+"""Every hook, typed and documented: moment, process, thread, whether it may block, and what ``None`` means.
+
+Three families: *provide storage backends*, *provide transfer engines*, *device hints*. A hint never changes what is
+stored or loaded: it is told what is about to happen and may make it faster.
+
+Processes: *server* is ``maru serve``; *client* is any process with a handler (with vLLM: the engine core and each
+worker). Hints run in clients only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pluggy
+
+from maru_core.contracts import BackendProvision, EngineProvision, ReadExtent, Region
+from maru_core.plugin import NAME
+
+hookspec = pluggy.HookspecMarker(NAME)
+
+
+@hookspec
+def maru_storage_backends() -> Sequence[BackendProvision] | None:
+    """Offer storage backends.
+
+    Runs once per host, when the host is built, in every process, on the thread that builds it. Must not block nor
+    import anything heavy: a factory does that when the backend is first used. ``None``: nothing to offer.
+    """
+
+
+@hookspec
+def maru_transfer_engines() -> Sequence[EngineProvision] | None:
+    """Offer transfer engines.
+
+    Runs once per host, when the host is built, in every process, on the thread that builds it. Must not block nor
+    import anything heavy (torch least of all). ``None``: nothing to offer.
+    """
+
+
+@hookspec
+def maru_session_opened(name: str, role: str) -> None:
+    """A handler got its session.
+
+    Runs in the client, on the thread that connected, after every (re)connection. ``name`` is the engine's name for
+    logs, ``role`` what the session is for (``scheduler``, ``worker``, ``client``). May block for some milliseconds.
+    """
+
+
+@hookspec
+def maru_region_mapped(region: Region) -> None:
+    """A pool was mapped.
+
+    Runs in the client, once per region, on the thread that mapped it, before the first read or write. May block:
+    population and placement checks belong here.
+    """
+
+
+@hookspec
+def maru_before_read(region: Region, extents: Sequence[ReadExtent]) -> None:
+    """These extents of ``region`` are about to be read.
+
+    Runs in the client, on the thread that loads, on the hot path: it must return within microseconds. Extents are
+    sorted by offset. A read may still be given up after this call.
+    """
+
+
+@hookspec
+def maru_after_read(region: Region, extents: Sequence[ReadExtent]) -> None:
+    """The read announced by ``maru_before_read`` ended, well or not.
+
+    Runs in the client, on the thread that loaded, on the hot path: it must return within microseconds.
+    """
+
+
+@hookspec
+def maru_region_unmapping(region: Region) -> None:
+    """A pool is about to be unmapped; forget the region.
+
+    Runs in the client, once per mapped region, on the thread that closes it. May block for some milliseconds.
+    """
+
+
+@hookspec
+def maru_hint_stats() -> Mapping[str, int | float | str] | None:
+    """Contribute figures to the handler's stats, each name starting with the plugin's own.
+
+    Runs in the client, on the thread that asked for stats. Must not block. ``None``: nothing to report.
+    """
