@@ -1,0 +1,1 @@
+"""Engines that use Maru; one package each."""

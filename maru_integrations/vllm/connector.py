@@ -1,0 +1,241 @@
+"""``MaruKVConnector``: what vLLM constructs and calls. Dispatches by role; every call is guarded.
+
+Importing this module is cheap and touches no device: vLLM does it in its front-end process, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import structlog
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from maru_core.errors import MaruError
+from maru_integrations.vllm import compat, setup
+from maru_integrations.vllm.answers import Answers
+from maru_integrations.vllm.guard import Guard
+from maru_integrations.vllm.metadata import MaruConnectorMetadata, MaruHandshake
+
+if TYPE_CHECKING:
+    import torch
+
+    from maru_integrations.vllm.scheduler import MaruScheduler
+    from maru_integrations.vllm.worker import MaruWorker
+
+
+class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
+    """Shares vLLM's KV cache through Maru.
+
+    Settings come from ``kv_connector_extra_config`` (``docs/configuration.md``); an unknown or ill-typed one raises
+    ConfigError here and so stops the start. Everything else that goes wrong is a miss. What Maru cannot serve exactly
+    (``support.py``) gets zero hits and one warning. ``SupportsHMA`` is declared so that hybrid models start as they do
+    without Maru; they get no hits so far.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._log = structlog.get_logger(__name__)
+        self._guard = Guard(role.name.lower())
+        self._scheduler: MaruScheduler | None = None
+        self._worker: MaruWorker | None = None
+        self._answers = Answers()
+        self._refused: str | None = None
+        config, plugins = setup.read_config(vllm_config)
+        plan = self._guard.run(
+            "plan", lambda: "an internal error", setup.make_plan, vllm_config, kv_cache_config, config, plugins
+        )
+        if isinstance(plan, str):
+            self._plan = None
+            self._refuse(plan, tell=role == KVConnectorRole.SCHEDULER)
+            return
+        self._plan = plan
+        if role == KVConnectorRole.SCHEDULER:
+            if compat.set_recompute_policy(vllm_config):
+                self._log.info("maru.policy", kv_load_failure_policy="recompute")
+            self._scheduler = self._guard.run("start", lambda: None, self._start_scheduler, plan)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache hands nothing off: a dropped store is a later miss."""
+        return False
+
+    def _refuse(self, reason: str, *, tell: bool) -> None:
+        self._refused = reason
+        self._scheduler = None
+        if tell:
+            self._log.warning("maru.disabled", reason=reason, effect="no request of this engine gets hits or is stored")
+
+    # -- scheduler side ------------------------------------------------------------------------------------------
+
+    def _start_scheduler(self, plan: setup.Plan) -> MaruScheduler:
+        from maru_integrations.vllm.scheduler import MaruScheduler, SchedulerSettings
+
+        transfer = self._vllm_config.kv_transfer_config
+        settings = SchedulerSettings(
+            chunk_tokens=plan.chunk_tokens,
+            block_size=plan.geometry.block_size,
+            loads=transfer.is_kv_consumer,
+            stores=transfer.is_kv_producer,
+            parks=compat.parks_hits(self._vllm_config) or plan.config.async_load,
+            lookup_timeout=plan.config.lookup_timeout,
+        )
+        return MaruScheduler(setup.connect(plan, "scheduler"), plan.namespace, settings)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """What the workers found out about the layout, before the first request."""
+        for answer in metadata.values():
+            if isinstance(answer, MaruHandshake) and answer.refused is not None and self._scheduler is not None:
+                scheduler = self._scheduler
+                self._refuse(answer.refused, tell=True)
+                self._guard.run("shutdown", lambda: None, scheduler.close)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """The same, keyed by pipeline and tensor rank."""
+        self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """vLLM's own prefix cache."""
+        if self._scheduler is not None:
+            self._scheduler.bind_block_pool(gpu_block_pool)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens beyond ``num_computed_tokens`` that will be loaded."""
+        if self._scheduler is None:
+            return 0, False
+        return self._guard.run("match", lambda: (0, False), self._scheduler.match, request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The request got its blocks."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return
+        self._guard.run(
+            "after_alloc",
+            lambda: scheduler.fail_load(request, blocks, num_external_tokens),
+            scheduler.after_alloc,
+            request,
+            blocks,
+            num_external_tokens,
+        )
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """This step's loads and stores."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return MaruConnectorMetadata()
+        loads = scheduler.take_loads()
+        stores = self._guard.run("plan_stores", list, scheduler.plan_stores, scheduler_output)
+        return MaruConnectorMetadata(scheduler.weights_epoch, loads, stores)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """The workers' answers."""
+        if self._scheduler is not None:
+            self._guard.run("worker_output", lambda: None, self._scheduler.worker_output, connector_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The request ended. Its blocks may go at once: stores are complete when their step is."""
+        if self._scheduler is not None:
+            self._guard.run("finished", lambda: None, self._scheduler.finished, request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same, for engines with several KV groups."""
+        return self.request_finished(request, [])
+
+    def reset_cache(self) -> bool | None:
+        """Empty this engine's namespace in every pool; False when that could not be done."""
+        if self._scheduler is None:
+            return True
+        return self._guard.run("reset", lambda: False, self._scheduler.reset)
+
+    # -- worker side ---------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Learn the layout, map the pool, connect."""
+        if self._plan is None:
+            return
+        self._worker = self._guard.run("register", lambda: None, self._start_worker, self._plan, kv_caches)
+        if self._worker is None and self._refused is None:
+            self._refused = "the worker could not be set up"
+
+    def _start_worker(self, plan: setup.Plan, kv_caches: dict[str, torch.Tensor]) -> MaruWorker | None:
+        from maru_integrations.vllm.worker import MaruWorker
+
+        try:
+            paged, layers = setup.describe(plan, self._vllm_config, kv_caches)
+        except MaruError as error:
+            self._refuse(str(error), tell=False)
+            return None
+        worker = MaruWorker(
+            lambda: setup.open_link(plan, paged, layers),
+            self._answers,
+            block_size=plan.geometry.block_size,
+            chunk_tokens=plan.chunk_tokens,
+            log_timing=plan.config.log_timing,
+        )
+        self._guard.run("connect", lambda: None, worker.connect)
+        return worker
+
+    def get_handshake_metadata(self) -> MaruHandshake | None:
+        """Tells the scheduler side whether this worker can serve the layout."""
+        return None if self._plan is None else MaruHandshake(self._refused)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Do this step's loads."""
+        metadata = self._metadata()
+        if metadata is None or not metadata.loads:
+            return
+        if self._worker is not None:
+            self._worker.load(metadata.loads)
+            return
+        for op in metadata.loads:
+            self._answers.load_ended(op, 0, op.blocks)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are complete when ``start_load_kv`` returns."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Stores are done in one piece, in ``wait_for_save``."""
+
+    def wait_for_save(self) -> None:
+        """Do this step's stores."""
+        metadata = self._metadata()
+        if metadata is not None and self._worker is not None:
+            self._guard.run("store", lambda: None, self._worker.store, metadata)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Parked requests whose load has ended."""
+        return None, self._answers.take_received() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that could not be filled."""
+        return self._answers.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> Any:
+        """Answers for the scheduler side."""
+        return self._answers.take_metadata()
+
+    def _metadata(self) -> MaruConnectorMetadata | None:
+        metadata = self._connector_metadata
+        return metadata if isinstance(metadata, MaruConnectorMetadata) else None
+
+    # -- both ----------------------------------------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[Any]:
+        """No events so far."""
+        return ()
+
+    def shutdown(self) -> None:
+        """End this side's session."""
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                self._guard.run("shutdown", lambda: None, side.close)
+        self._scheduler = self._worker = None

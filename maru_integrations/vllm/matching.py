@@ -1,0 +1,138 @@
+"""Longest stored prefix of a request, asked from the server without ever blocking the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from maru_core.client import Lease, MaruHandler
+from maru_core.errors import MaruError
+from maru_core.protocol import Presence
+from maru_integrations.vllm.requests import Hit, Lookup, RequestState
+
+#: How long one call may wait for an answer that is usually there after a fifth of it, in seconds.
+POLL = 0.001
+
+
+class Matcher:
+    """Turns a request's tokens into a leased run of chunks.
+
+    A match is a promise: the lease is taken with the answer and kept, however often vLLM asks, until the load that uses
+    it has ended or the request is gone. Whole chunks only, the last one clipped so that at least one token is left to
+    compute and the hit ends on a block boundary.
+    """
+
+    def __init__(
+        self,
+        handler: MaruHandler,
+        *,
+        chunk_tokens: int,
+        block_size: int,
+        lookup_timeout: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._handler = handler
+        self._chunk = chunk_tokens
+        self._block = block_size
+        self._timeout = lookup_timeout
+        self._clock = clock
+        self._log = structlog.get_logger(__name__)
+        #: (key, entry, generation) of objects that could not be loaded; never promised again.
+        self._bad: dict[tuple[bytes, int, int], None] = {}
+
+    def match(self, state: RequestState, num_tokens: int, local: int) -> int | None:
+        """Tokens beyond ``local`` that the pool holds, in ``[0, num_tokens - 1 - local]``; ``None``: ask again.
+
+        ``num_tokens`` counts the request's tokens, generated ones included when it is resumed.
+        """
+        cap = (num_tokens - 1) // self._block * self._block
+        if state.chain is None or state.failed or local >= cap:
+            return 0
+        hit = state.hit
+        if hit is not None and (local // self._chunk < hit.first_chunk or not self._alive(hit.lease)):
+            self.drop(state)
+            hit = None
+        if hit is None:
+            if state.asked:
+                return 0
+            hit = self._look_up(state, num_tokens, local, cap)
+            if hit is None:
+                return None if state.lookup is not None else 0
+        hit.local = local
+        hit.tokens = max(0, min((hit.first_chunk + hit.chunks) * self._chunk, cap) - local)
+        return hit.tokens
+
+    def drop(self, state: RequestState) -> None:
+        """Give back what a request has asked for and not used."""
+        if state.lookup is not None:
+            state.lookup.pending.cancel()
+            state.lookup = None
+        if state.hit is not None:
+            self._handler.release(state.hit.lease)
+            state.hit = None
+
+    def remember_bad(self, key: bytes, entry: int, generation: int) -> None:
+        """This object failed to load: the same bytes must not be promised to anybody again."""
+        self._bad[(key, entry, generation)] = None
+        while len(self._bad) > 4096:
+            self._bad.pop(next(iter(self._bad)))
+
+    def _look_up(self, state: RequestState, num_tokens: int, local: int, cap: int) -> Hit | None:
+        """Advance the question by at most POLL seconds. ``state.lookup`` stays set while it is open."""
+        try:
+            if state.lookup is None and not self._ask(state, num_tokens, local, cap):
+                return None
+            lookup = state.lookup
+            assert lookup is not None
+            lease = lookup.pending.poll(POLL)
+        except MaruError as error:
+            self._log.debug("maru.lookup_failed", request=state.request.request_id, reason=str(error))
+            state.lookup = None
+            state.asked = True
+            return None
+        if lease is None:
+            if self._clock() >= lookup.deadline:
+                lookup.pending.cancel()
+                state.lookup = None
+                state.asked = True
+                self._log.warning("maru.lookup_late", request=state.request.request_id, seconds=self._timeout)
+            return None
+        state.lookup = None
+        state.asked = True
+        chunks = self._usable(lease)
+        if chunks == 0:
+            self._handler.release(lease)
+            return None
+        state.hit = Hit(lease, lookup.first_chunk, chunks)
+        return state.hit
+
+    def _ask(self, state: RequestState, num_tokens: int, local: int, cap: int) -> bool:
+        """Send the question; False when there is nobody to ask, or no whole chunk that could help."""
+        chain = state.chain
+        assert chain is not None
+        if not self._handler.is_up:
+            return False
+        first = local // self._chunk
+        end = min(num_tokens // self._chunk, -(-cap // self._chunk))
+        if end <= first:
+            state.asked = True
+            return False
+        chain.extend(state.request.all_token_ids, end * self._chunk)
+        pending = self._handler.submit_acquire(chain.keys[first:end], leading=True)
+        state.lookup = Lookup(pending, first, self._clock() + self._timeout)
+        return True
+
+    def _alive(self, lease: Lease) -> bool:
+        return self._handler.is_up and lease.epoch == self._handler.epoch
+
+    def _usable(self, lease: Lease) -> int:
+        """Chunks from the front that are there and have not failed before."""
+        count = 0
+        for status, item in zip(
+            lease.statuses, zip(lease.keys, lease.entries, lease.generations, strict=True), strict=True
+        ):
+            if status != Presence.READY or item in self._bad:
+                break
+            count += 1
+        return count

@@ -1,0 +1,102 @@
+"""What the scheduler side remembers of one request. No I/O."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import define, field
+
+from maru_core.client import Lease, PendingAcquire
+from maru_core.keys import KeyChain
+
+
+@define
+class Lookup:
+    """A question to the server that has not been answered: chunks from ``first_chunk`` on, until ``deadline``."""
+
+    pending: PendingAcquire
+    first_chunk: int
+    deadline: float
+
+
+@define
+class Hit:
+    """A promise: the server leased ``chunks`` whole chunks of this request's prefix from ``first_chunk`` on.
+
+    ``local`` and ``tokens`` are what was last answered to vLLM: tokens ``[local, local + tokens)`` come from Maru.
+    """
+
+    lease: Lease
+    first_chunk: int
+    chunks: int
+    local: int = 0
+    tokens: int = 0
+
+
+@define
+class RequestState:
+    """One live request.
+
+    ``chain`` is ``None`` when its KV cannot be identified. ``blocks``: its block table, as of the last step that
+    scheduled it. ``next_chunk``: first chunk that has not been handed to a worker for storing in this life; ``known``:
+    chunks that came out of the pool in this life. ``asked``: the pool was asked and had nothing, until the request
+    starts over. ``failed``: a load failed; the same hit answered again would livelock, so it gets none. ``tainted``:
+    some of its KV is older than a reset or was computed on a failed load, so nothing is stored until it starts over.
+    """
+
+    request: Any
+    chain: KeyChain | None
+    blocks: list[int] = field(factory=list)
+    next_chunk: int = 0
+    known: range = range(0)
+    lookup: Lookup | None = None
+    hit: Hit | None = None
+    asked: bool = False
+    failed: bool = False
+    tainted: bool = False
+
+    def start_over(self) -> None:
+        """Forget what depends on blocks: they were taken away (preemption)."""
+        self.blocks = []
+        self.next_chunk = 0
+        self.known = range(0)
+        self.asked = False
+        self.tainted = False
+
+
+@define
+class BadBlocks:
+    """Blocks whose load failed, until a forward pass has written all their slots again.
+
+    Invariant: nothing that was computed on a block in here is ever stored. ``written`` counts, per block, the slots
+    from its first that have been recomputed.
+    """
+
+    block_size: int
+    written: dict[int, int] = field(factory=dict)
+
+    def add(self, blocks: set[int]) -> None:
+        """These blocks hold undefined KV from now on."""
+        self.written.update(dict.fromkeys(blocks, 0))
+
+    def overwrite(self, blocks: list[int], first: int, last: int) -> None:
+        """Slots of tokens ``[first, last)`` of a request with table ``blocks`` get written in this step."""
+        if not self.written:
+            return
+        for index in range(first // self.block_size, -(-last // self.block_size)):
+            block = blocks[index] if index < len(blocks) else 0
+            done = self.written.get(block)
+            start = max(0, first - index * self.block_size)
+            if done is None or start > done:
+                continue
+            done = max(done, min(self.block_size, last - index * self.block_size))
+            if done >= self.block_size:
+                del self.written[block]
+            else:
+                self.written[block] = done
+
+    def first_in(self, blocks: list[int]) -> int | None:
+        """Index of the first bad block of a table, ``None`` when all are good."""
+        if not self.written:
+            return None
+        return next((index for index, block in enumerate(blocks) if block in self.written), None)

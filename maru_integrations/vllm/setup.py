@@ -1,0 +1,144 @@
+"""Puts the parts together at engine start: configuration, what is supported, namespace, session, transfer engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import structlog
+from attrs import frozen
+
+from maru_core.client import MaruHandler
+from maru_core.config import MaruConfig, PluginSettings
+from maru_core.errors import TransferError
+from maru_core.geometry import ObjectLayout, PagedLayout
+from maru_core.host import PluginHost
+from maru_core.namespace import Namespace
+from maru_integrations.vllm import compat, support
+from maru_integrations.vllm.compat import KVGeometry
+from maru_integrations.vllm.cpu_isa import cpu_attention_isa
+from maru_integrations.vllm.identity import namespace_of
+from maru_integrations.vllm.layout import describe_layout
+from maru_integrations.vllm.worker import Link
+
+#: Largest allocation granule that is derived from the KV geometry, in bytes.
+_MAX_GRANULE = 2 * 1024 * 1024
+_MIN_GRANULE = 4096
+
+
+@frozen
+class Plan:
+    """What this engine stores and under which namespace; the same in its scheduler and its workers."""
+
+    config: MaruConfig
+    plugins: PluginSettings
+    geometry: KVGeometry
+    chunk_tokens: int
+    namespace: Namespace
+    stored: ObjectLayout
+
+    @property
+    def granule(self) -> int:
+        """Allocation granule for a server that this engine starts, in bytes."""
+        return self.config.chunk_size or granule_for(self.stored.nbytes)
+
+
+def read_config(vllm_config: Any) -> tuple[MaruConfig, PluginSettings]:
+    """Settings of this process; raises ConfigError, which is meant to stop the start."""
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+    return MaruConfig.from_mapping(extra, os.environ), PluginSettings.from_environ(os.environ)
+
+
+def make_plan(vllm_config: Any, kv_cache_config: Any, config: MaruConfig, plugins: PluginSettings) -> Plan | str:
+    """What to do for this engine, or why it gets no hits."""
+    refused = support.refused_engine(vllm_config)
+    if refused is not None:
+        return refused
+    geometry = compat.kv_geometry(vllm_config, kv_cache_config)
+    if isinstance(geometry, str):
+        return geometry
+    chunk_tokens = aligned_chunk(config.kv_chunk_tokens, geometry.block_size)
+    stored = ObjectLayout(
+        num_planes=2,
+        num_layers=len(geometry.layer_names),
+        chunk_tokens=chunk_tokens,
+        hidden=geometry.num_kv_heads * geometry.head_size,
+        element_size=geometry.element_size,
+    )
+    namespace = namespace_of(vllm_config, geometry, chunk_tokens, config)
+    return Plan(config, plugins, geometry, chunk_tokens, namespace, stored)
+
+
+def aligned_chunk(chunk_tokens: int, block_size: int) -> int:
+    """``chunk_tokens`` rounded up to whole blocks, with a warning when that changes it."""
+    aligned = -(-chunk_tokens // block_size) * block_size
+    if aligned != chunk_tokens:
+        structlog.get_logger(__name__).warning(
+            "maru.chunk_aligned", maru_kv_chunk_tokens=chunk_tokens, block_size=block_size, used=aligned
+        )
+    return aligned
+
+
+def granule_for(object_bytes: int) -> int:
+    """Largest power of two, 4 KiB to 2 MiB, that wastes at most a hundredth of an object; 4 KiB when none does."""
+    granule = _MAX_GRANULE
+    while granule > _MIN_GRANULE and -(-object_bytes // granule) * granule - object_bytes > object_bytes // 100:
+        granule //= 2
+    return granule
+
+
+def connect(plan: Plan, role: str) -> MaruHandler:
+    """A session for this process. An absent server leaves the handler down; it keeps trying by itself."""
+    host = PluginHost.discover(plan.plugins)
+    return MaruHandler.connect(
+        plan.config,
+        plan.namespace,
+        role=role,
+        name=plan.config.instance_id or plan.config.engine_id or "",
+        host=host,
+        pool_granule=plan.granule,
+    )
+
+
+def describe(plan: Plan, vllm_config: Any, caches: Mapping[str, Any]) -> tuple[PagedLayout, list[Any]]:
+    """The paged layout of the registered tensors, and those in true layer order; raises LayoutError."""
+    geometry = plan.geometry
+    backend = compat.attention_backend(vllm_config, geometry.layer_names)
+    isa = None
+    if backend.startswith("CPU"):
+        dtype = next(iter(caches.values())).dtype
+        isa = cpu_attention_isa(dtype, geometry.block_size, geometry.head_size, geometry.cache_dtype)
+    return describe_layout(
+        {name: caches[name] for name in geometry.layer_names},
+        block_size=geometry.block_size,
+        num_blocks=geometry.num_blocks,
+        num_kv_heads=geometry.num_kv_heads,
+        head_size=geometry.head_size,
+        element_size=geometry.element_size,
+        backend=backend,
+        isa=isa,
+    )
+
+
+def open_link(plan: Plan, paged: PagedLayout, layers: list[Any]) -> Link:
+    """Choose a transfer engine, bind it to the tensors, and connect; raises MaruError."""
+    host = PluginHost.discover(plan.plugins)
+    device = layers[0].device.type
+    log = structlog.get_logger(__name__)
+    wanted = plan.config.transfer_engine
+    passed: dict[str, str] = {}
+    for provision in sorted(host.engines().values(), key=lambda item: -item.rank):
+        if wanted not in ("auto", provision.name):
+            continue
+        engine = host.engine(provision.name)
+        reason = engine.import_error() if not engine.is_available() else None
+        reason = reason or engine.unsupported(paged, plan.stored, device)
+        if reason is not None:
+            passed[provision.name] = reason
+            continue
+        log.info("maru.transfer_engine", chosen=provision.name, asked=wanted, passed_over=passed)
+        transfer = engine.open(layers, paged, plan.stored)
+        return Link(connect(plan, "worker"), transfer, plan.stored)
+    known = sorted(host.engines())
+    raise TransferError(f"maru_transfer_engine={wanted!r}: none of {known} can serve this engine: {passed}")
