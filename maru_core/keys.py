@@ -1,0 +1,92 @@
+"""Token prefix to chunk keys: a blake2b chain, one link per whole chunk."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Sequence
+
+from attrs import define, field
+
+from maru_core.errors import MaruError
+
+#: Bytes of one chunk key.
+KEY_SIZE = 32
+
+#: The array type code of an unsigned integer of exactly four bytes.
+_U32 = next(code for code in "IL" if array(code).itemsize == 4)
+
+
+def cache_salt_field(salt: str | None) -> tuple[tuple[str, bytes], ...]:
+    """The extra field for a request's cache salt: none at all for ``None``, an empty value for ``""``."""
+    return () if salt is None else (("cache_salt", salt.encode("utf-8", "surrogatepass")),)
+
+
+@define(eq=False)
+class KeyChain:
+    """Chunk keys of one request, computed once and extended as tokens are appended.
+
+    ``root`` is :attr:`maru_core.namespace.Namespace.root`. ``extra`` holds what else decides the KV of the whole prompt,
+    as (tag, value) pairs: every pair is length-delimited on both sides, so that two different sequences never hash
+    alike; their order counts. Key ``i`` names tokens ``[0, (i+1)*chunk_tokens)``; only whole chunks have one.
+    """
+
+    root: bytes
+    chunk_tokens: int
+    extra: Sequence[tuple[str, bytes]] = ()
+    keys: list[bytes] = field(init=False, factory=list)
+    _start: bytes = field(init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.root) != KEY_SIZE:
+            raise MaruError(f"a key chain's root has {len(self.root)} bytes; take the {KEY_SIZE} of Namespace.root")
+        if self.chunk_tokens < 1:
+            raise MaruError(f"chunk_tokens={self.chunk_tokens}: a chunk holds at least one token")
+        start = hashlib.blake2b(self.root, digest_size=KEY_SIZE, person=b"maru-extra")
+        for tag, value in self.extra:
+            for part in (tag.encode("utf-8", "surrogatepass"), value):
+                start.update(len(part).to_bytes(8, "little"))
+                start.update(part)
+        self._start = start.digest()
+
+    def extend(self, tokens: Sequence[int], upto: int) -> None:
+        """Append the keys of the whole chunks in ``tokens[:upto]`` that have none yet.
+
+        ``tokens`` is the request's whole list so far; only the part that is not hashed yet is read, by slices. Raises
+        MaruError, with the keys before it kept, when a chunk holds something that is not an integer of 32 bits or the
+        list is shorter than ``upto``.
+        """
+        size = self.chunk_tokens
+        keys = self.keys
+        for index in range(len(keys), upto // size):
+            first = index * size
+            chunk = tokens[first : first + size]
+            if len(chunk) != size:
+                raise MaruError(
+                    f"chunk {index} needs tokens {first}..{first + size - 1}, but the list ends at {len(tokens)};"
+                    f" pass upto={len(tokens)} or less"
+                )
+            link = hashlib.blake2b(self.parent(index), digest_size=KEY_SIZE, person=b"maru-chunk")
+            link.update(_pack(chunk, first))
+            keys.append(link.digest())
+
+    def parent(self, index: int) -> bytes:
+        """The key that chunk ``index`` was chained to: the chunk before it, or this chain's start for the first."""
+        return self.keys[index - 1] if index else self._start
+
+
+def _pack(chunk: Sequence[int], first: int) -> bytes:
+    """Token ids as little-endian u32; ``first`` is the position of the first one, for the error."""
+    try:
+        packed = array(_U32, chunk)
+    except (OverflowError, TypeError) as error:
+        for position, token in enumerate(chunk, first):
+            if not hasattr(token, "__index__") or not 0 <= token < 1 << 32:
+                raise MaruError(
+                    f"token {token!r} at position {position} is no unsigned 32-bit integer; such a prompt has no key"
+                ) from error
+        raise
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()

@@ -1,0 +1,152 @@
+"""Copies between pages and objects that both lie in host memory, through NumPy views.
+
+NumPy, not torch: torch splits a copy over all threads that it was told to use, and with more of them than cores one
+strided copy takes tens of times longer. NumPy copies on the calling thread and lets go of the interpreter lock, so a
+few threads of our own share the work whatever the engine set for torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from maru_core.errors import TransferError
+from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout, PlaneStrides
+from maru_transfer.plan import Piece, plan_pieces
+from maru_transfer.tensors import LayerGroup, group_layers
+
+Array = np.ndarray[Any, Any]
+
+#: Below this many bytes per transfer a second thread costs more than it brings.
+MIN_BYTES_PER_THREAD = 1 << 20
+
+#: Copies are bound by memory bandwidth, which a few cores exhaust.
+MAX_THREADS = 4
+
+
+class HostTransfer:
+    """Implements :class:`maru_core.contracts.Transfer` for KV tensors in host memory."""
+
+    def __init__(
+        self, layers: Sequence[torch.Tensor], paged: PagedLayout, stored: ObjectLayout, *, threads: int | None = None
+    ) -> None:
+        self._paged = paged
+        self._stored = stored
+        self._groups = [(group, _bytes_of(group.storage)) for group in group_layers(layers, paged)]
+        self._boxes = [_Box(paged, stored, plane) for plane in range(len(paged.planes))]
+        self._threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._pool = ThreadPoolExecutor(self._threads, "maru-copy") if self._threads > 1 else None
+
+    def load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
+        """Objects to pages."""
+        pieces = plan_pieces(self._paged, self._stored, block_ids, copies)
+        self._run(_load, pieces, copies)
+
+    def store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
+        """Pages to objects."""
+        pieces = plan_pieces(self._paged, self._stored, block_ids, copies)
+        for number, copy in enumerate(copies):
+            if copy.buffer.readonly:
+                raise TransferError(f"copy {number} (chunk {copy.chunk}) stores into a read-only buffer")
+        self._run(_store, pieces, copies)
+
+    def close(self) -> None:
+        """End the copying threads and let go of the tensors' memory."""
+        if self._pool:
+            self._pool.shutdown()
+            self._pool = None
+        self._groups = []
+
+    def _run(self, move: Callable[[Array, Array], None], pieces: Sequence[Piece], copies: Sequence[ChunkCopy]) -> None:
+        if not self._groups:
+            raise TransferError("this transfer is closed")
+        tasks = list(self._tasks(pieces, copies))
+        tokens = sum(piece.count for piece in pieces)
+        nbytes = tokens * self._stored.nbytes // self._stored.chunk_tokens
+        threads = min(self._threads, nbytes // MIN_BYTES_PER_THREAD, len(tasks))
+        if self._pool is None or threads < 2:
+            _move_all(move, tasks)
+            return
+        shares = [self._pool.submit(_move_all, move, tasks[share::threads]) for share in range(1, threads)]
+        try:
+            _move_all(move, tasks[::threads])
+        finally:
+            # Also after an error: no thread may touch pages or buffers once this call has returned.
+            errors = [share.exception() for share in shares]
+        for error in errors:
+            if error:
+                raise error
+
+    def _tasks(self, pieces: Sequence[Piece], copies: Sequence[ChunkCopy]) -> Iterator[tuple[Array, Array]]:
+        """Pairs of (pages, object), views of equal shape and type; together they cover the pieces once."""
+        for piece in pieces:
+            for box in self._boxes:
+                for group, memory in self._groups:
+                    yield box.pages(memory, group, piece), box.object(copies[piece.copy].buffer, group, piece)
+
+
+class _Box:
+    """Makes NumPy views of one plane: layers, tokens, then what is not contiguous on both sides."""
+
+    def __init__(self, paged: PagedLayout, stored: ObjectLayout, plane: int) -> None:
+        size = stored.element_size
+        strides = paged.planes[plane]
+        self._plane: PlaneStrides = strides
+        self._size = size
+        self._layer_bytes = stored.chunk_tokens * stored.hidden * size
+        self._plane_offset = plane * stored.num_layers * self._layer_bytes
+        self._token_bytes = stored.hidden * size
+        # The widest item that is contiguous on both sides: a whole token, one head of it, or one element.
+        if strides.dim != 1:
+            item, shape = size, [(paged.num_heads, strides.head, paged.head_size), (paged.head_size, strides.dim, 1)]
+        elif strides.head != paged.head_size and paged.num_heads > 1:
+            item, shape = paged.head_size * size, [(paged.num_heads, strides.head, paged.head_size)]
+        else:
+            item, shape = stored.hidden * size, []
+        self._dtype = np.dtype(f"u{item}") if item in (1, 2, 4, 8) else np.dtype((np.void, item))
+        self._shape = tuple(count for count, _, _ in shape)
+        self._device = tuple(device * size for _, device, _ in shape)
+        self._host = tuple(host * size for _, _, host in shape)
+
+    def pages(self, memory: Array, group: LayerGroup, piece: Piece) -> Array:
+        plane = self._plane
+        first = plane.offset + piece.block * plane.block + piece.slot * plane.token
+        return np.ndarray(
+            (group.count, piece.count, *self._shape),
+            self._dtype,
+            memory.data,
+            group.offset + first * self._size,
+            (group.stride, plane.token * self._size, *self._device),
+        )
+
+    def object(self, buffer: memoryview, group: LayerGroup, piece: Piece) -> Array:
+        return np.ndarray(
+            (group.count, piece.count, *self._shape),
+            self._dtype,
+            buffer,
+            self._plane_offset + group.first * self._layer_bytes + piece.token * self._token_bytes,
+            (self._layer_bytes, self._token_bytes, *self._host),
+        )
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Array:
+    memory: Array = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return memory
+
+
+def _load(pages: Array, stored: Array) -> None:
+    np.copyto(pages, stored)
+
+
+def _store(pages: Array, stored: Array) -> None:
+    np.copyto(stored, pages)
+
+
+def _move_all(move: Callable[[Array, Array], None], tasks: Sequence[tuple[Array, Array]]) -> None:
+    for pages, stored in tasks:
+        move(pages, stored)

@@ -1,0 +1,225 @@
+"""Copy planning: which bytes of paged memory belong to which bytes of stored objects. Pure arithmetic, no torch.
+
+A plan has two forms. :class:`Piece` is the compact one: tokens that lie in consecutive slots, the same for every plane
+and layer; engines that copy strided boxes use it. :class:`Run` is the expanded one: rows of contiguous bytes with a
+pitch on either side, what a two-dimensional DMA or a placement kernel takes. Both describe the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from attrs import frozen
+
+from maru_core.errors import TransferError
+from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
+
+
+@frozen
+class Piece:
+    """``count`` tokens that follow each other both in the paged memory and in one object.
+
+    They start at ``slot`` of manager block ``block`` and at token ``token`` of the chunk of ``copies[copy]``. A piece
+    reaches past the end of its block only where the next block of the request follows it in memory without a gap.
+    """
+
+    copy: int
+    block: int
+    slot: int
+    token: int
+    count: int
+
+
+@frozen
+class Run:
+    """``rows`` rows of ``row_bytes`` contiguous bytes each, for one plane of one layer and one object.
+
+    Row ``r`` lies ``device + r*device_pitch`` bytes from the layer's first element and ``host + r*host_pitch`` bytes
+    from the start of the object of ``copies[copy]``. With one row both pitches equal ``row_bytes``.
+    """
+
+    copy: int
+    plane: int
+    layer: int
+    device: int
+    host: int
+    row_bytes: int
+    rows: int
+    device_pitch: int
+    host_pitch: int
+
+
+@frozen
+class _Axis:
+    """A loop of a copy: ``count`` steps of ``device`` and ``host`` bytes."""
+
+    count: int
+    device: int
+    host: int
+
+
+def mismatch(paged: PagedLayout, stored: ObjectLayout) -> str | None:
+    """Why objects of layout ``stored`` cannot hold what ``paged`` holds; ``None`` when they can."""
+    if not paged.planes:
+        return "the paged layout has no planes"
+    pairs = (
+        ("planes", len(paged.planes), stored.num_planes),
+        ("layers", paged.num_layers, stored.num_layers),
+        ("elements per token", paged.hidden, stored.hidden),
+        ("bytes per element", paged.element_size, stored.element_size),
+    )
+    for what, here, there in pairs:
+        if here != there:
+            return f"the paged memory has {here} {what}, the stored objects have {there}"
+    sizes = (paged.num_layers, paged.num_blocks, paged.block_size, paged.hidden, paged.element_size)
+    if min(*sizes, stored.chunk_tokens) < 1:
+        return f"a size is not positive: {paged}, {stored}"
+    for number, plane in enumerate(paged.planes):
+        if min(plane.offset, plane.block, plane.token, plane.head, plane.dim) < 0:
+            return f"plane {number} has a negative stride or offset: {plane}"
+    return None
+
+
+def extent(paged: PagedLayout) -> int:
+    """Elements from a layer's first one to just past the last that any plane addresses."""
+    last = 0
+    for plane in paged.planes:
+        reach = (
+            plane.offset
+            + (paged.num_blocks - 1) * plane.block
+            + (paged.block_size - 1) * plane.token
+            + (paged.num_heads - 1) * plane.head
+            + (paged.head_size - 1) * plane.dim
+        )
+        last = max(last, reach)
+    return last + 1
+
+
+def plan_pieces(
+    paged: PagedLayout, stored: ObjectLayout, block_ids: Sequence[int], copies: Sequence[ChunkCopy]
+) -> list[Piece]:
+    """Split copies into pieces, in order of copies and tokens.
+
+    Raises TransferError, naming the culprit, when layouts disagree, tokens lie outside of the copy's chunk, the block
+    table is too short, names a block that does not exist or one block for two places, or a buffer has another size.
+    """
+    problem = mismatch(paged, stored)
+    if problem:
+        raise TransferError(problem)
+    size = paged.block_size
+    gapless = all(plane.block == size * plane.token for plane in paged.planes)
+    places: dict[int, int] = {}
+    pieces: list[Piece] = []
+    for number, copy in enumerate(copies):
+        _check_copy(number, copy, stored)
+        start = copy.chunk * stored.chunk_tokens
+        position = copy.first
+        previous: Piece | None = None
+        while position < copy.last:
+            place, slot = divmod(position, size)
+            block = _block(paged, block_ids, place, number, copy)
+            if places.setdefault(block, place) != place:
+                raise TransferError(
+                    f"block {block} stands at places {places[block]} and {place} of the block table;"
+                    " one block cannot hold two stretches of a request"
+                )
+            count = min(size - slot, copy.last - position)
+            if previous and gapless and previous.block * size + previous.slot + previous.count == block * size + slot:
+                previous = Piece(number, previous.block, previous.slot, previous.token, previous.count + count)
+                pieces[-1] = previous
+            else:
+                previous = Piece(number, block, slot, position - start, count)
+                pieces.append(previous)
+            position += count
+    return pieces
+
+
+def plan_runs(paged: PagedLayout, stored: ObjectLayout, pieces: Iterable[Piece]) -> Iterator[Run]:
+    """Expand the pieces of :func:`plan_pieces` to runs, coalesced where both sides are contiguous.
+
+    Offsets and pitches are bytes. Together the runs cover every byte of the pieces once.
+    """
+    size = stored.element_size
+    layer_bytes = stored.chunk_tokens * stored.hidden * size
+    for piece in pieces:
+        for plane, strides in enumerate(paged.planes):
+            axes = [
+                _Axis(piece.count, strides.token * size, stored.hidden * size),
+                _Axis(paged.num_heads, strides.head * size, paged.head_size * size),
+                _Axis(paged.head_size, strides.dim * size, size),
+            ]
+            row_bytes, loops = _coalesce(axes, size)
+            rows = loops.pop() if loops else _Axis(1, row_bytes, row_bytes)
+            device = (strides.offset + piece.block * strides.block + piece.slot * strides.token) * size
+            for layer in range(paged.num_layers):
+                host = (plane * stored.num_layers + layer) * layer_bytes + piece.token * stored.hidden * size
+                for device_step, host_step in _steps(loops):
+                    yield Run(
+                        piece.copy,
+                        plane,
+                        layer,
+                        device + device_step,
+                        host + host_step,
+                        row_bytes,
+                        rows.count,
+                        rows.device,
+                        rows.host,
+                    )
+
+
+def _check_copy(number: int, copy: ChunkCopy, stored: ObjectLayout) -> None:
+    low, high = copy.chunk * stored.chunk_tokens, (copy.chunk + 1) * stored.chunk_tokens
+    if not 0 <= low <= copy.first <= copy.last <= high:
+        raise TransferError(
+            f"copy {number} asks for tokens [{copy.first}, {copy.last}), but chunk {copy.chunk} holds [{low}, {high})"
+        )
+    try:
+        nbytes, contiguous = copy.buffer.nbytes, copy.buffer.c_contiguous
+    except ValueError as error:
+        raise TransferError(f"copy {number} (chunk {copy.chunk}) has a buffer that was released: {error}") from error
+    if nbytes != stored.nbytes or not contiguous:
+        raise TransferError(
+            f"copy {number} (chunk {copy.chunk}) has a buffer of {nbytes} bytes,"
+            f" an object is {stored.nbytes} contiguous bytes"
+        )
+
+
+def _block(paged: PagedLayout, block_ids: Sequence[int], place: int, number: int, copy: ChunkCopy) -> int:
+    if place >= len(block_ids):
+        raise TransferError(
+            f"copy {number} needs tokens [{copy.first}, {copy.last}), but the block table holds"
+            f" {len(block_ids)} blocks of {paged.block_size} tokens"
+        )
+    block = block_ids[place]
+    if not 0 <= block < paged.num_blocks:
+        raise TransferError(f"block {block} at place {place} of the block table is not one of {paged.num_blocks}")
+    return block
+
+
+def _coalesce(axes: list[_Axis], size: int) -> tuple[int, list[_Axis]]:
+    """Fold axes, outermost first, into contiguous bytes per row and the loops that are left, outermost first."""
+    row_bytes = size
+    loops: list[_Axis] = []
+    for axis in reversed(axes):
+        inner = loops[-1] if loops else None
+        if axis.count == 1:
+            continue
+        if inner is None and axis.device == axis.host == row_bytes:
+            row_bytes *= axis.count
+        elif inner and axis.device == inner.count * inner.device and axis.host == inner.count * inner.host:
+            loops[-1] = _Axis(inner.count * axis.count, inner.device, inner.host)
+        else:
+            loops.append(axis)
+    loops.reverse()
+    # The longest loop becomes the rows: a run per step of the others is the fewest runs.
+    loops.sort(key=lambda axis: axis.count)
+    return row_bytes, loops
+
+
+def _steps(loops: Sequence[_Axis]) -> Iterator[tuple[int, int]]:
+    if not loops:
+        yield 0, 0
+        return
+    for index in range(loops[0].count):
+        for device, host in _steps(loops[1:]):
+            yield device + index * loops[0].device, host + index * loops[0].host
