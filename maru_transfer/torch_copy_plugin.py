@@ -1,4 +1,4 @@
-"""The plugin ``torch-copy``: offers the reference transfer engine without importing torch."""
+"""Offers the ``torch-copy`` engine without importing torch: that happens when the engine is first used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from maru_core.contracts import EngineProvision, TransferEngine
 from maru_core.plugin import hookimpl
 
 
-def _engine() -> TransferEngine:
+def make_engine() -> TransferEngine:
+    """Import the engine, and torch with it."""
     from maru_transfer.torch_copy import TorchCopyEngine
 
     return TorchCopyEngine()
@@ -16,5 +17,5 @@ def _engine() -> TransferEngine:
 
 @hookimpl
 def maru_transfer_engines() -> Sequence[EngineProvision]:
-    """Rank 0: everything that is made for a device goes first."""
-    return [EngineProvision("torch-copy", _engine, rank=0, summary="strided copies, any layout and device")]
+    """The reference engine: correct on any device, hence the last choice of ``auto``."""
+    return [EngineProvision("torch-copy", make_engine, rank=0, summary="plane by plane copies with torch, any device")]
