@@ -129,9 +129,7 @@ def _planes(
         return tuple(_Axes(plane * planes[1], blocks, tokens, kv_heads, dims) for plane in range(2))
     if len(axes) == 4 and backend in PACKED and (axes[1][0], axes[3][0]) == (heads, 2 * head_size):
         blocks, kv_heads, tokens, (_, step) = axes
-        return tuple(
-            _Axes(plane * head_size * step, blocks, tokens, kv_heads, (head_size, step)) for plane in range(2)
-        )
+        return tuple(_Axes(plane * head_size * step, blocks, tokens, kv_heads, (head_size, step)) for plane in range(2))
     if len(axes) == 4 and backend == "CPU_ATTN" and (axes[1][0], axes[3][0]) == (heads, 2 * head_size):
         blocks, kv_heads, (count, row), (_, step) = axes
         if isa not in TRANSPOSED_K_ISAS or step != 1 or row != 2 * head_size:

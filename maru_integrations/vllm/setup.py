@@ -110,7 +110,8 @@ def describe(plan: Plan, vllm_config: Any, caches: Mapping[str, Any]) -> tuple[P
         dtype = next(iter(caches.values())).dtype
         isa = cpu_attention_isa(dtype, geometry.block_size, geometry.head_size, geometry.cache_dtype)
     return describe_layout(
-        {name: caches[name] for name in geometry.layer_names},
+        caches,
+        layer_order=geometry.layer_names,
         block_size=geometry.block_size,
         num_blocks=geometry.num_blocks,
         num_kv_heads=geometry.num_kv_heads,

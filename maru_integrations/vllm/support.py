@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from maru_core.keys import cache_salt_field
+
 
 def refused_engine(vllm_config: Any) -> str | None:
     """Why this engine's configuration gets no hits; ``None`` when it may. The KV cache itself is judged elsewhere."""
@@ -48,5 +50,4 @@ def reads_prefix_cache(request: Any) -> bool:
 
 def salt_of(request: Any) -> tuple[tuple[str, bytes], ...]:
     """The tagged extra fields of a request's chunk keys."""
-    salt = getattr(request, "cache_salt", None)
-    return () if salt is None else (("salt", salt.encode()),)
+    return cache_salt_field(getattr(request, "cache_salt", None))

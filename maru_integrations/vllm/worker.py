@@ -12,7 +12,7 @@ from maru_core.client import Grants, MaruHandler
 from maru_core.contracts import Transfer
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy, ObjectLayout
-from maru_core.protocol import CommitStatus, ReserveStatus
+from maru_core.protocol import CommitStatus
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.metadata import LoadOp, MaruConnectorMetadata, StoreOp
 
@@ -70,21 +70,19 @@ class MaruWorker:
             raise TransferError(f"request {op.request_id}: {len(op.entries)} objects for {wanted} chunks")
         self.connect()
         assert self._link is not None
-        handler = self._link.handler
-        located = handler.adopt(op.epoch, op.entries, op.generations, op.lengths)
+        located = self._link.handler.adopt(op.epoch, op.entries, op.generations, op.lengths)
         base = op.chunk * self._chunk
         copies = [
             ChunkCopy(
                 chunk=index,
                 first=max(op.first - base, index * self._chunk),
                 last=min(op.last - base, (index + 1) * self._chunk),
-                buffer=view,
+                buffer=located.view(index),
             )
-            for index, view in enumerate(handler.views_for_read(located))
+            for index in range(wanted)
         ]
         self._link.transfer.load(op.blocks, copies)
-        proven = handler.verify(located)
-        good = next((index for index, fine in enumerate(proven) if not fine), wanted)
+        good = next((index for index, fine in enumerate(located.verify()) if not fine), wanted)
         if self._log_timing:
             self._log.info("maru.load", request=op.request_id, chunks=wanted, ms=_since(start))
         return good
@@ -131,7 +129,7 @@ class MaruWorker:
             op.blocks[index * per_chunk : (index + 1) * per_chunk] for op in ops for index in range(len(op.keys))
         ]
         grants = handler.reserve(keys, stored.nbytes, parents, weights_epoch=weights_epoch)
-        new = [index for index, status in enumerate(grants.statuses) if status == ReserveStatus.NEW]
+        new = grants.new
         if not new:
             return
         try:
@@ -148,11 +146,15 @@ class MaruWorker:
         self, handler: MaruHandler, grants: Grants, new: Sequence[int], sources: Sequence[Sequence[int]]
     ) -> None:
         assert self._link is not None
-        views = handler.views_for_write(grants, new)
         blocks = [block for index in new for block in sources[index]]
         copies = [
-            ChunkCopy(chunk=place, first=place * self._chunk, last=(place + 1) * self._chunk, buffer=view)
-            for place, view in enumerate(views)
+            ChunkCopy(
+                chunk=place,
+                first=place * self._chunk,
+                last=(place + 1) * self._chunk,
+                buffer=handler.view(grants.epoch, grants.entries[index], grants.lengths[index]),
+            )
+            for place, index in enumerate(new)
         ]
         self._link.transfer.store(blocks, copies)
 
