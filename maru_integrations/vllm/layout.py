@@ -6,6 +6,7 @@ backends (on the CPU also instruction sets) whose packing a test has verified.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,7 +58,7 @@ def layer_index(name: str) -> int:
 def true_layer_order(names: Sequence[str]) -> tuple[str, ...]:
     """Layer names sorted by their true index; raises LayoutError when two share one or one has none."""
     ordered = sorted(names, key=layer_index)
-    for before, after in zip(ordered, ordered[1:], strict=False):
+    for before, after in itertools.pairwise(ordered):
         if layer_index(before) == layer_index(after):
             raise LayoutError(f"layers {before!r} and {after!r} have the same index; their order is unknown")
     return tuple(ordered)
