@@ -92,7 +92,10 @@ class Channel:
         self._socket.close(0)
 
     def __del__(self) -> None:
-        self._socket.close(0)
+        # The thread that owned the socket ended. Without this pyzmq warns about a socket left open.
+        socket = getattr(self, "_socket", None)
+        if socket is not None:
+            socket.close(0)
 
     def _receive_frame(self, timeout: float) -> bytes | None:
         socket = self._socket

@@ -56,9 +56,9 @@ _WITH_EFFECTS = frozenset({Op.RESERVE, Op.COMMIT, Op.ABORT, Op.ACQUIRE, Op.DELET
 
 @frozen(eq=False)
 class Chore:
-    """Work for the background thread under one session: lease ids, request ids, or (entry, generation) pairs."""
+    """Work for the background thread under one (epoch, session): lease ids, request ids, or (entry, generation)s."""
 
-    session: Session
+    holder: tuple[int, int]
     op: Op
     items: tuple[Any, ...]
 
@@ -140,7 +140,7 @@ class Link:
                 if reply is not None:
                     return parse(self.results(reply, session))
             except StaleEpoch:
-                self._lose(session)
+                self.lose(session)
                 raise
             except BaseException:
                 self._give_up(channel, session, op, request_id)
@@ -179,9 +179,28 @@ class Link:
             channel.forget(request_id)
             self._give_up(channel, session, op, request_id)
 
-    def defer(self, session: Session, op: Op, items: tuple[Any, ...]) -> None:
-        """Hand work to the background thread. Never blocks; safe in finalizers."""
-        self._inbox.put(Chore(session, op, items))
+    def defer(self, holder: tuple[int, int], op: Op, items: tuple[Any, ...]) -> None:
+        """Hand work to the background thread, done when the server is there. Never blocks; safe in finalizers.
+
+        It is dropped when the session ends first: the server has freed everything then.
+        """
+        self._inbox.put(Chore(holder, op, items))
+
+    def voided(self, session: Session) -> MaruError:
+        """Why ``session`` is not the live one: StaleEpoch when another took its place, else what keeps the link down."""
+        live = self.live
+        if live is not None and live.holder != session.holder:
+            return StaleEpoch(f"the Maru server at {self.url} restarted; what was held before is void")
+        return self._away()
+
+    def session_of(self, epoch: int) -> Session:
+        """The latest session if it is of ``epoch``, even while the link is down; raises StaleEpoch, Unavailable."""
+        session = self._session
+        if session is not None and session.epoch == epoch and not self._closing:
+            return session
+        if self._closing or session is None:
+            raise self._away()
+        raise StaleEpoch(f"the Maru server at {self.url} restarted; what was held before is void")
 
     def wake(self) -> None:
         """Look at the server now."""
@@ -235,9 +254,10 @@ class Link:
             channel.send(frame)
         except Unavailable as error:
             self._log.debug("cancellation put off", request=request_id, reason=str(error))
-        self.defer(session, Op.CANCEL, (request_id,))
+        self.defer(session.holder, Op.CANCEL, (request_id,))
 
-    def _lose(self, session: Session) -> None:
+    def lose(self, session: Session) -> None:
+        """The server said that this session is void: have another one opened."""
         self._lost = session
         if self.live is session:
             self.problem = StaleEpoch(f"the Maru server at {self.url} restarted; a new session is being opened")
@@ -372,13 +392,15 @@ class Link:
     def _discard(self, session: Session) -> None:
         self.live = None
         self._session = None
-        self._chores = [chore for chore in self._chores if chore.session is not session]
+        self._chores = [chore for chore in self._chores if chore.holder != session.holder]
         self.guard.close(session.proof)
         session.regions.close()
 
     def _went_up(self, session: Session) -> None:
         if self.live is not session and not self._closing:
             self.live = session
+            if self._closing:
+                self.live = None
             self._log.info("maru link up", url=self.url, epoch=session.epoch, session=session.id)
 
     def _went_down(self, error: MaruError) -> None:
@@ -392,7 +414,7 @@ class Link:
 
     def _flush(self, session: Session, closing: bool = False) -> None:
         """Deliver put-off work, cancellations first: an abort after a lost commit relies on that order."""
-        mine = [chore for chore in self._chores if chore.session is session]
+        mine = [chore for chore in self._chores if chore.holder == session.holder]
         for op in (Op.CANCEL, Op.ABORT, Op.RELEASE):
             items = [item for chore in mine if chore.op is op for item in chore.items]
             for start in range(0, len(items), GATHER_ITEMS):
@@ -407,7 +429,7 @@ class Link:
                 except (ServerError, ProtocolError) as error:
                     self._log.error("put-off work refused", op=op.name, items=len(part), reason=str(error))
                 except StaleEpoch:
-                    self._lose(session)
+                    self.lose(session)
                     return
         self._chores = []
 
