@@ -1,0 +1,88 @@
+"""How much memory there is to take: the host's, and that of every cgroup this process is in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from attrs import frozen
+
+ROOT: Final = Path("/")
+
+
+@frozen
+class Available:
+    """Bytes that can still be taken, and who says so (for an error)."""
+
+    size: int
+    source: str
+
+
+def available_memory(root: Path = ROOT) -> Available:
+    """The tightest of the host's ``MemAvailable`` and the limits of this process's cgroups, v2 and v1.
+
+    Page cache that a cgroup could drop at once counts as available. ``root`` is where ``/proc`` and ``/sys`` are.
+    What cannot be read does not limit; with nothing readable at all the size is 2**63.
+    """
+    found = [Available(2**63, "no limit is known")]
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            found.append(Available(int(line.split()[1]) * 1024, "MemAvailable of the host"))
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            found.extend(_limits(root / "sys/fs/cgroup", path, _V2))
+        elif "memory" in controllers.split(","):
+            found.extend(_limits(root / "sys/fs/cgroup/memory", path, _V1))
+    return min(found, key=lambda available: available.size)
+
+
+def filesystem_type(device: int, root: Path = ROOT) -> str:
+    """Type of the mounted file system with this ``st_dev`` (``tmpfs``, ``hugetlbfs``, …); empty when not known."""
+    wanted = f"{device >> 8 & 0xFFF}:{device & 0xFF | device >> 12 & 0xFFF00}"
+    for line in _lines(root / "proc/self/mountinfo"):
+        fields = line.split()
+        if fields[2] == wanted and "-" in fields[6:]:
+            return fields[fields.index("-", 6) + 1]
+    return ""
+
+
+@frozen
+class _Files:
+    """Names of a cgroup version's files, and of the droppable page cache in its ``memory.stat``."""
+
+    limit: str
+    usage: str
+    droppable: str
+
+
+_V2: Final = _Files("memory.max", "memory.current", "inactive_file")
+_V1: Final = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _limits(mount: Path, path: str, files: _Files) -> Iterator[Available]:
+    """What the cgroup ``path`` and each of its parents leave. In a container the path may lie outside the mount."""
+    cgroup = PurePosixPath(path.lstrip("/"))
+    for level in (cgroup, *cgroup.parents):
+        folder = mount / level
+        limit, usage = _number(folder / files.limit), _number(folder / files.usage)
+        if limit is None or usage is None:
+            continue
+        droppable = 0
+        for line in _lines(folder / "memory.stat"):
+            if line.startswith(files.droppable + " "):
+                droppable = int(line.split()[1])
+        yield Available(max(0, limit - usage + droppable), f"{files.limit} {limit} of {folder}")
+
+
+def _number(path: Path) -> int | None:
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].isdigit() else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:  # absent in this kernel, container or cgroup version: it does not limit
+        return []

@@ -1,0 +1,273 @@
+"""Host DRAM that all engines of one host share: a named file, by default in ``/dev/shm``. The reference backend.
+
+A file with a name, because an anonymous one would die with its holder and could not be handed to other processes. It
+is allocated in full when it is made: a page that cannot be had later would end an engine with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import stat
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from maru_backends.capacity import Available, available_memory, filesystem_type
+from maru_backends.mapped import MappedRegion, map_fd, map_file
+from maru_core.contracts import BackendProvision, PoolRequest
+from maru_core.errors import BackendError
+from maru_core.plugin import hookimpl
+from maru_core.pool_format import SUPERBLOCK_SIZE, Superblock, pack_superblock, plan_pool
+from maru_core.protocol import PoolDescriptor
+from maru_core.sizes import format_size
+
+NAME: Final = "cpu"
+DEFAULT_PATH: Final = "/dev/shm"
+IDENTITY_SIZE: Final = 16
+_OWNER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_FOLDER: Final = "maru-"
+_FILE: Final = "pool-"
+#: File systems whose files are memory of the host. Pages of hugetlbfs were set apart before and are counted by itself.
+_MEMORY_FILESYSTEMS: Final = ("tmpfs", "ramfs", "devtmpfs", "")
+#: How long to wait, in seconds, for another server that allocates its pool in the same place.
+_TURN_TIMEOUT: Final = 60.0
+
+
+class CpuPool:
+    """A pool file as its owner holds it: locked, so that others can tell that it is in use. See contracts.Pool."""
+
+    def __init__(self, region: MappedRegion, fd: int) -> None:
+        self._region = region
+        self._fd: int | None = fd
+
+    @property
+    def region(self) -> MappedRegion:
+        """The pool mapped in this process."""
+        return self._region
+
+    def destroy(self) -> None:
+        """Unmap the pool and remove its file; engines that still map it keep their pages until they let go."""
+        fd, self._fd = self._fd, None
+        if fd is None:
+            return
+        self._region.close()
+        path = Path(self._region.descriptor.location)
+        with suppress(FileNotFoundError):
+            named = path.lstat()
+            held = os.fstat(fd)
+            if (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino):
+                path.unlink()
+        with suppress(OSError):  # not empty: another pool of this owner is in there
+            path.parent.rmdir()
+        os.close(fd)
+
+
+class CpuBackend:
+    """Makes and maps pools of host memory. Implements :class:`maru_core.contracts.StorageBackend`."""
+
+    name: Final = NAME
+
+    def __init__(self, memory: Callable[[], Available] = available_memory) -> None:
+        """``memory`` tells how much there is to take."""
+        self._memory = memory
+
+    def create_pool(self, request: PoolRequest) -> CpuPool:
+        """Allocate ``<path>/maru-<owner>/pool-<n>`` in full, mode 0600, and lock it.
+
+        The size is rounded down to whole pages of the file system. A file that a dead owner left behind is removed; one
+        whose owner lives is an error.
+        """
+        if not _OWNER.fullmatch(request.owner):
+            raise BackendError(
+                f"pool owner {request.owner!r} is not a file name: use letters, digits, '.', '_' and '-'"
+            )
+        root = Path(request.path or DEFAULT_PATH)
+        with _opened_folder(root) as root_fd, _turn(root_fd):
+            _remove_orphans(root_fd)
+            folder = _FOLDER + request.owner
+            with _private_folder(root_fd, folder, root) as folder_fd:
+                name = f"{_FILE}{request.pool}"
+                location = root.resolve() / folder / name
+                descriptor = _plan(request, str(location), os.fstatvfs(folder_fd).f_bsize)
+                _remove_stale(folder_fd, name, location)
+                self._check_room(descriptor, folder_fd, request)
+                return _allocate(folder_fd, name, descriptor)
+
+    def map_region(self, descriptor: PoolDescriptor) -> MappedRegion:
+        """Map an existing pool; raises BackendError when it is not the one that ``descriptor`` describes."""
+        return map_file(descriptor)
+
+    def _check_room(self, descriptor: PoolDescriptor, folder_fd: int, request: PoolRequest) -> None:
+        status = os.fstatvfs(folder_fd)
+        limits = [Available(status.f_bavail * status.f_frsize, f"free space of {request.path or DEFAULT_PATH}")]
+        if filesystem_type(os.fstat(folder_fd).st_dev) in _MEMORY_FILESYSTEMS:
+            limits.append(self._memory())
+        tightest = min(limits, key=lambda available: available.size)
+        if descriptor.size > tightest.size:
+            raise BackendError(_no_room(descriptor.size, tightest))
+
+
+@hookimpl
+def maru_storage_backends() -> Sequence[BackendProvision]:
+    """The ``cpu`` backend."""
+    return [
+        BackendProvision(NAME, CpuBackend, summary="shared memory of this host, a file in /dev/shm or maru_pool_path")
+    ]
+
+
+def _no_room(size: int, available: Available) -> str:
+    return (
+        f"a pool of {size} bytes ({format_size(size)}) was asked for, {available.size} bytes "
+        f"({format_size(available.size)}) are there ({available.source}); lower maru_pool_size, or set maru_pool_path"
+    )
+
+
+def _plan(request: PoolRequest, location: str, page: int) -> PoolDescriptor:
+    size = request.size // page * page
+    entry_count, data_offset = plan_pool(size, request.granule)
+    return PoolDescriptor(
+        pool=request.pool,
+        backend=NAME,
+        location=location,
+        identity=secrets.token_bytes(IDENTITY_SIZE),
+        size=size,
+        granule=request.granule,
+        entry_base=request.entry_base,
+        entry_count=entry_count,
+        table_offset=SUPERBLOCK_SIZE,
+        data_offset=data_offset,
+    )
+
+
+def _allocate(folder_fd: int, name: str, descriptor: PoolDescriptor) -> CpuPool:
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=folder_fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            os.posix_fallocate(fd, 0, descriptor.size)
+        except OSError as error:
+            status = os.fstatvfs(fd)
+            available = Available(status.f_bavail * status.f_frsize, f"{error.strerror} while it was allocated")
+            raise BackendError(_no_room(descriptor.size, available)) from error
+        region = MappedRegion(descriptor, map_fd(fd, descriptor))
+        block = Superblock(
+            granule=descriptor.granule,
+            entry_count=descriptor.entry_count,
+            table_offset=descriptor.table_offset,
+            data_offset=descriptor.data_offset,
+            identity=descriptor.identity,
+            boot_id=_boot_id(),
+        )
+        # Last, so that whoever finds a valid superblock finds a whole pool.
+        packed = pack_superblock(block)
+        region.buffer[: len(packed)] = packed
+        return CpuPool(region, fd)
+    except BaseException:
+        os.unlink(name, dir_fd=folder_fd)
+        os.close(fd)
+        raise
+
+
+def _boot_id() -> bytes:
+    try:
+        return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
+    except (OSError, ValueError):  # not shown in this container: a pool without it is never taken over
+        return bytes(16)
+
+
+@contextmanager
+def _opened_folder(root: Path) -> Iterator[int]:
+    try:
+        fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise BackendError(f"cannot use maru_pool_path {root}: {error.strerror}") from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _private_folder(root_fd: int, name: str, root: Path) -> Iterator[int]:
+    """Open ``name`` in ``root``, made with mode 0700; refused when somebody else could have put files there."""
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=root_fd)
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=root_fd)
+    except OSError as error:
+        raise BackendError(f"cannot make the pool folder {root / name}: {error.strerror}") from error
+    try:
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise BackendError(
+                f"pool folder {root / name} belongs to uid {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}; "
+                f"it must belong to uid {os.geteuid()} with mode 700: remove it"
+            )
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _turn(root_fd: int) -> Iterator[None]:
+    """One server at a time checks for room and takes it, or several would count the same free memory.
+
+    Whoever holds the lock for very long (it is on the folder itself, anybody may) only takes this protection away.
+    """
+    deadline = time.monotonic() + _TURN_TIMEOUT
+    while True:
+        try:
+            fcntl.flock(root_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+    yield
+
+
+def _remove_orphans(root_fd: int) -> None:
+    """Remove pools of this user whose owner is dead: their memory would be missing for ever. The lock is the proof."""
+    for entry in os.listdir(root_fd):
+        if not entry.startswith(_FOLDER):
+            continue
+        try:
+            fd = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=root_fd)
+        except OSError:  # of another user, or gone in the meantime
+            continue
+        try:
+            if os.fstat(fd).st_uid == os.geteuid():
+                for name in os.listdir(fd):
+                    if name.startswith(_FILE):
+                        _remove_unlocked(fd, name)
+                with suppress(OSError):  # in use
+                    os.rmdir(entry, dir_fd=root_fd)
+        finally:
+            os.close(fd)
+
+
+def _remove_stale(folder_fd: int, name: str, location: Path) -> None:
+    if not _remove_unlocked(folder_fd, name):
+        raise BackendError(f"pool {location} is in use by a server that lives; two servers cannot share an owner")
+
+
+def _remove_unlocked(folder_fd: int, name: str) -> bool:
+    """Remove a pool file unless its owner lives; True when it is not there any more."""
+    try:
+        fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder_fd)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(name, dir_fd=folder_fd)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)

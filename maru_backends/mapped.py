@@ -1,0 +1,97 @@
+"""A pool that is a file or device which every process maps: the client side, shared by several backends."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+
+from maru_core.errors import BackendError
+from maru_core.pool_format import HEADER_SIZE, SUPERBLOCK_SIZE, unpack_superblock
+from maru_core.protocol import PoolDescriptor
+
+
+class MappedRegion:
+    """A shared mapping of a whole pool; a coherent one, so that ``publish`` and ``acquire`` have nothing to do.
+
+    Thread-safe. Implements :class:`maru_core.contracts.Region`.
+    """
+
+    def __init__(self, descriptor: PoolDescriptor, mapping: mmap.mmap) -> None:
+        self._descriptor = descriptor
+        self._buffer: memoryview | None = memoryview(mapping)
+
+    @property
+    def descriptor(self) -> PoolDescriptor:
+        """The pool that is mapped."""
+        return self._descriptor
+
+    @property
+    def buffer(self) -> memoryview:
+        """The whole pool as writable bytes; raises BackendError after :meth:`close`."""
+        buffer = self._buffer
+        if buffer is None:
+            raise BackendError(f"the region of {self._descriptor.location} is closed")
+        return buffer
+
+    def publish(self, offset: int, length: int) -> None:
+        """Nothing: processes of one host see each other's stores."""
+
+    def acquire(self, offset: int, length: int) -> None:
+        """Nothing: there are no stale copies within one host."""
+
+    def close(self) -> None:
+        """Let go of the mapping. The kernel unmaps it when the last ``memoryview`` of it is gone."""
+        # mmap.close() would raise BufferError while a view is alive; dropping the last reference does the same later.
+        self._buffer = None
+
+
+def map_file(descriptor: PoolDescriptor) -> MappedRegion:
+    """Map the existing file that ``descriptor`` names, after checking that it is that pool; raises BackendError."""
+    location = descriptor.location
+    _check_geometry(descriptor)
+    try:
+        fd = os.open(location, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise BackendError(
+            f"cannot open pool {location}: {error.strerror}; it belongs to a server that ended, or to another user"
+        ) from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise BackendError(f"pool {location} is not a plain file")
+        if status.st_size != descriptor.size:
+            # A mapping that is longer than the file would end the process with SIGBUS, not with an error.
+            raise BackendError(f"pool {location} has {status.st_size} bytes, the server says {descriptor.size}")
+        mapping = map_fd(fd, descriptor)
+    finally:
+        os.close(fd)
+    with memoryview(mapping) as view:
+        block = unpack_superblock(view[:SUPERBLOCK_SIZE])
+    if block.identity != descriptor.identity:
+        raise BackendError(
+            f"pool {location} is {block.identity.hex()}, the server says {descriptor.identity.hex()}: "
+            "it was made anew, connect again"
+        )
+    geometry = (block.granule, block.entry_count, block.table_offset, block.data_offset)
+    expected = (descriptor.granule, descriptor.entry_count, descriptor.table_offset, descriptor.data_offset)
+    if geometry != expected:
+        raise BackendError(f"pool {location} has geometry {geometry}, the server says {expected}")
+    return MappedRegion(descriptor, mapping)
+
+
+def map_fd(fd: int, descriptor: PoolDescriptor) -> mmap.mmap:
+    """Map all of an open pool, shared and writable; raises BackendError."""
+    try:
+        return mmap.mmap(fd, descriptor.size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    except (OSError, ValueError, OverflowError) as error:
+        raise BackendError(f"cannot map {descriptor.size} bytes of pool {descriptor.location}: {error}") from error
+
+
+def _check_geometry(descriptor: PoolDescriptor) -> None:
+    """Refuse a descriptor whose table or data would lie outside of the pool."""
+    d = descriptor
+    ends = (d.table_offset + d.entry_count * HEADER_SIZE, d.data_offset + d.entry_count * d.granule)
+    ordered = SUPERBLOCK_SIZE <= d.table_offset <= ends[0] <= d.data_offset <= ends[1] <= d.size
+    if not ordered or min(d.granule, d.entry_count) <= 0 or d.entry_base < 0:
+        raise BackendError(f"the server describes a pool that cannot be: {d}")

@@ -1,0 +1,358 @@
+"""Every setting: the only reader of the environment and of vLLM's ``kv_connector_extra_config``.
+
+A value is taken from the mapping, then from the environment variable ``MARU_<NAME>``, then from the default. It is
+parsed once into a frozen :class:`MaruConfig`; nothing else in Maru looks at raw settings.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import structlog
+from attrs import Attribute, field, fields, frozen
+
+from maru_core.errors import ConfigError
+from maru_core.sizes import parse_size
+
+PREFIX: Final = "maru_"
+ENVIRON_PREFIX: Final = "MARU_"
+#: Variables that start like a setting and are read elsewhere: here (plugins), or by the build.
+OTHER_VARIABLES: Final = frozenset({"MARU_PLUGINS", "MARU_PLUGINS_STRICT", "MARU_SKIP_KV_OPS"})
+#: Names that settings had before; they still work and warn.
+FORMER_NAMES: Final[Mapping[str, str]] = {
+    "maru_enable_deferred_loading": "maru_async_load",
+    "maru_enable_write_behind": "maru_async_store",
+    "maru_enable_layerwise_overlap": "maru_overlap_load_with_compute",
+}
+#: Longest unix socket path in bytes, without the closing zero (``sun_path`` of Linux).
+MAX_SOCKET_PATH: Final = 107
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_LOOPBACK: Final = re.compile(r"tcp://(?:127(?:\.\d{1,3}){3}|localhost|\[::1\]):(\d{1,5})")
+_TRUE: Final = frozenset({"1", "true", "yes", "on"})
+_FALSE: Final = frozenset({"0", "false", "no", "off"})
+
+
+@frozen
+class Kind:
+    """A type of setting: what is expected, in words, and a parser that raises ValueError on anything else."""
+
+    expected: str
+    parse: Callable[[object], Any]
+
+
+def _boolean(value: object) -> bool:
+    text = str(value).strip().lower() if isinstance(value, bool | int | str) else ""
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise ValueError
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    return value.strip()
+
+
+def _label(value: object) -> str:
+    text = _text(value)
+    if len(text.encode()) > 256 or not text.isprintable():
+        raise ValueError
+    return text
+
+
+def _name(value: object) -> str:
+    text = _text(value)
+    if not _NAME.fullmatch(text):
+        raise ValueError
+    return text
+
+
+def _names(value: object) -> tuple[str, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple):
+        raise ValueError
+    names = tuple(_name(part) for part in parts if part != "")
+    if len(set(names)) != len(names):
+        raise ValueError
+    return names
+
+
+def _path(value: object) -> str:
+    text = _text(value)
+    if not text.startswith("/") or "\0" in text:
+        raise ValueError
+    return os.path.normpath(text)
+
+
+def _url(value: object) -> str:
+    text = _text(value)
+    if text == "auto":
+        return text
+    if text.startswith("ipc:///") and len(text.removeprefix("ipc://").encode()) <= MAX_SOCKET_PATH:
+        return text
+    if (match := _LOOPBACK.fullmatch(text)) and 0 < int(match[1]) < 65536:
+        return text
+    raise ValueError
+
+
+def _integer(low: int, high: int) -> Kind:
+    def parse(value: object) -> int:
+        number = int(value) if isinstance(value, str) else value
+        if type(number) is not int or not low <= number <= high:
+            raise ValueError
+        return number
+
+    return Kind(f"a whole number from {low} to {high}", parse)
+
+
+def _number(low: float, high: float, *, zero: bool = False) -> Kind:
+    def parse(value: object) -> float:
+        number = float(value) if isinstance(value, str) else value
+        if type(number) not in (int, float) or not isinstance(number, int | float):
+            raise ValueError
+        if not (low <= number <= high or (zero and number == 0)):
+            raise ValueError
+        return float(number)
+
+    return Kind(f"a number from {low:g} to {high:g}" + (", or 0" if zero else ""), parse)
+
+
+def _size(low: int, multiple: int) -> Kind:
+    def parse(value: object) -> int:
+        size = parse_size(value)
+        if size < low or size % multiple:
+            raise ValueError
+        return size
+
+    step = f", a multiple of {multiple}" if multiple > 1 else ""
+    return Kind(f"a size such as 4G, 500M, 4GiB or a number of bytes, at least {low}{step}", parse)
+
+
+BOOLEAN: Final = Kind("true or false", _boolean)
+LABEL: Final = Kind("printable text of at most 256 bytes", _label)
+NAME: Final = Kind("a plugin's name: letters, digits, '.', '_' and '-'", _name)
+NAMES: Final = Kind("names of storage backends, each once: a list, or text with commas", _names)
+PATH: Final = Kind("an absolute path", _path)
+URL: Final = Kind(
+    f"auto, ipc:///absolute/path (at most {MAX_SOCKET_PATH} bytes) or tcp://127.0.0.1:<port>; "
+    "only loopback addresses are served",
+    _url,
+)
+POOL_SIZE: Final = _size(1 << 20, 1)
+GRANULE: Final = _size(4096, 4096)
+COUNT: Final = _integer(0, 1_000_000)
+POSITIVE: Final = _integer(1, 1_000_000)
+SECONDS: Final = _number(0.001, 86_400)
+SECONDS_OR_NEVER: Final = _number(0.1, 31_536_000, zero=True)
+SHARE: Final = _number(0.01, 1)
+
+
+def _setting(default: Any, kind: Kind, text: str, unit: str = "") -> Any:
+    """A field with what the documentation says about it. ``None`` as default: nothing is set."""
+    return field(default=default, metadata={"kind": kind, "help": text, "unit": unit, "default": default})
+
+
+@frozen(kw_only=True)
+class MaruConfig:
+    """All settings of one handler, server or connector; sizes in bytes, times in seconds.
+
+    Values are checked however the object is made: anything ill-typed or out of range raises ConfigError with the key,
+    the value and what was expected. ``sources`` tells for each key that is not at its default where it came from.
+    """
+
+    server_url: str = _setting(
+        "auto", URL, "Address of the metadata server. `auto` finds this user's server on this host or starts one."
+    )
+    runtime_dir: str | None = _setting(
+        None, PATH, "Folder of the server's lock, socket and log. Not set: `/tmp/maru-<uid>`."
+    )
+    storage_backend: str = _setting("cpu", NAME, "Kind of memory that pools are made of, by plugin name.")
+    pool_size: int = _setting(
+        "4G", POOL_SIZE, "Size of the pool, per host, headers included; counts when this engine starts the server."
+    )
+    pool_path: str | None = _setting(
+        None, PATH, "Where the backend puts pools: for `cpu` a folder (tmpfs, hugetlbfs). Not set: `/dev/shm`."
+    )
+    cpu_pool_size: int | None = _setting(
+        None, POOL_SIZE, "Size of the `cpu` pool when it is to differ from `maru_pool_size`."
+    )
+    cxl_pool_size: int | None = _setting(
+        None, POOL_SIZE, "Size of the `cxl` pool when it is to differ from `maru_pool_size`."
+    )
+    write_order: tuple[str, ...] = _setting(
+        (), NAMES, "Backends in the order in which new objects are placed, when there are several pools."
+    )
+    read_order: tuple[str, ...] = _setting(
+        (), NAMES, "Backends in the order in which replicas are read, when there are several pools."
+    )
+    cache_namespace: str = _setting(
+        "", LABEL, "Added to the identity of everything stored: engines share only what has the same value."
+    )
+    engine_id: str = _setting("", LABEL, "Name of this engine in logs and stats; never part of a key.")
+    instance_id: str = _setting("", LABEL, "Name of this instance in logs and stats; never part of a key.")
+    chunk_size: int | None = _setting(
+        None, GRANULE, "Allocation granule of the pool. Not set: derived from the KV geometry.", "bytes"
+    )
+    kv_chunk_tokens: int = _setting(
+        256, POSITIVE, "Tokens in one stored chunk; aligned to the engine's block size with a warning.", "tokens"
+    )
+    eager_map: bool = _setting(True, BOOLEAN, "Map every pool at start rather than at its first use.")
+    transfer_engine: str = _setting(
+        "auto", NAME, "How bytes move between pages and pools. `auto`: the best that supports the layout."
+    )
+    use_layerwise: bool = _setting(False, BOOLEAN, "Store one object per chunk and layer instead of one per chunk.")
+    async_load: bool = _setting(False, BOOLEAN, "Park a request that hits and load between steps.")
+    async_store: bool = _setting(False, BOOLEAN, "Store after the prompt is complete, off the step's critical path.")
+    overlap_load_with_compute: bool = _setting(
+        False, BOOLEAN, "Compute early layers while later ones load; needs `maru_async_load`."
+    )
+    overlap_release_after_layers: int = _setting(
+        1, POSITIVE, "Layers that must be loaded before an overlapped request is released to compute.", "layers"
+    )
+    load_admission_window: int = _setting(0, COUNT, "Most loads in flight at a time; 0: no limit.", "requests")
+    log_timing: bool = _setting(False, BOOLEAN, "Log how long each load and store took.")
+    connect_timeout: float = _setting(10.0, SECONDS, "Longest wait for the first session.", "seconds")
+    request_timeout: float = _setting(2.0, SECONDS, "Deadline of one request to the server.", "seconds")
+    lookup_timeout: float = _setting(
+        0.05, SECONDS, "Deadline of one scheduler lookup over all its attempts; then it is a miss.", "seconds"
+    )
+    idle_exit: float = _setting(
+        300.0,
+        SECONDS_OR_NEVER,
+        "A server that `auto` started ends this long after its last session; 0: never.",
+        "seconds",
+    )
+    lease_share: float = _setting(
+        0.5, SHARE, "Largest share of a pool's bytes that one session may hold leases on.", "fraction"
+    )
+    sources: Mapping[str, str] = field(factory=dict, eq=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        for attribute in settings():
+            value = getattr(self, attribute.name)
+            if value is not None:
+                source = self.sources.get(PREFIX + attribute.name)
+                object.__setattr__(self, attribute.name, _parse(attribute, value, source))
+            elif attribute.default is not None:
+                raise _ill_typed(attribute, value, None)
+
+    @classmethod
+    def from_mapping(cls, extra: Mapping[str, Any], environ: Mapping[str, str]) -> MaruConfig:
+        """Build from vLLM's extra config (or any mapping) and the environment.
+
+        Keys without the prefix ``maru_`` belong to others and are ignored; an unknown one with it raises ConfigError
+        that names the nearest. An unknown ``MARU_*`` variable is only warned of, because a plugin may read it.
+        """
+        log = structlog.get_logger(__name__)
+        known = {PREFIX + attribute.name for attribute in settings()}
+        given = {key: value for key, value in extra.items() if isinstance(key, str) and key.startswith(PREFIX)}
+        for key in given:
+            if key not in known and key not in FORMER_NAMES:
+                raise ConfigError(f"unknown setting {key}; the nearest is {_nearest(key, known)}")
+        variables = {
+            name.lower(): value
+            for name, value in environ.items()
+            if name.startswith(ENVIRON_PREFIX) and name == name.upper() and name not in OTHER_VARIABLES and value != ""
+        }
+        for key in sorted(variables):
+            if key not in known and key not in FORMER_NAMES:
+                log.warning("unknown_variable", variable=key.upper(), nearest=_nearest(key, known).upper())
+        values: dict[str, Any] = {}
+        sources: dict[str, str] = {}
+        for layer, spell, source in ((given, str, "extra config"), (variables, str.upper, "environment")):
+            for key, value in _renamed(layer, spell).items():
+                if key in known and key not in sources and value is not None:
+                    values[key.removeprefix(PREFIX)] = value
+                    sources[key] = source
+        return cls(**values, sources=sources)
+
+    @property
+    def runtime_path(self) -> str:
+        """The runtime folder: ``runtime_dir``, else the folder of this user."""
+        return self.runtime_dir or f"/tmp/maru-{os.getuid()}"
+
+    def pool_size_of(self, backend: str) -> int:
+        """Bytes of the pool of ``backend``: its own setting, else ``pool_size``."""
+        own = {"cpu": self.cpu_pool_size, "cxl": self.cxl_pool_size}.get(backend)
+        return self.pool_size if own is None else own
+
+    def describe(self) -> dict[str, tuple[Any, str]]:
+        """The effective value of every key and its source: ``extra config``, ``environment``, ``default``."""
+        return {
+            PREFIX + attribute.name: (
+                getattr(self, attribute.name),
+                self.sources.get(PREFIX + attribute.name, "default"),
+            )
+            for attribute in settings()
+        }
+
+
+@frozen
+class PluginSettings:
+    """Which installed plugins may be imported. ``allowed`` is ``None`` for all of them, empty for none.
+
+    ``strict`` makes every plugin problem fatal.
+    """
+
+    allowed: tuple[str, ...] | None = None
+    strict: bool = False
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> PluginSettings:
+        """Read ``MARU_PLUGINS`` and ``MARU_PLUGINS_STRICT``; raises ConfigError when the latter is not a boolean."""
+        names = tuple(
+            dict.fromkeys(name for part in environ.get("MARU_PLUGINS", "").split(",") if (name := part.strip()))
+        )
+        allowed = None if not names else () if names == ("none",) else names
+        strict = environ.get("MARU_PLUGINS_STRICT", "") or "0"
+        try:
+            return cls(allowed, _boolean(strict))
+        except ValueError:
+            raise ConfigError(f"MARU_PLUGINS_STRICT is {strict!r}; expected {BOOLEAN.expected}") from None
+
+    def allows(self, name: str) -> bool:
+        """Whether the plugin ``name`` may be imported."""
+        return self.allowed is None or name in self.allowed
+
+
+def settings() -> tuple[Attribute[Any], ...]:
+    """The fields of MaruConfig that users set, in order; ``metadata`` has kind, help, unit and default."""
+    return tuple(attribute for attribute in fields(MaruConfig) if "kind" in attribute.metadata)
+
+
+def _parse(attribute: Attribute[Any], value: object, source: str | None) -> Any:
+    try:
+        return attribute.metadata["kind"].parse(value)
+    except (ValueError, OverflowError):
+        raise _ill_typed(attribute, value, source) from None
+
+
+def _ill_typed(attribute: Attribute[Any], value: object, source: str | None) -> ConfigError:
+    key = PREFIX + attribute.name
+    shown = key.upper() if source == "environment" else key
+    origin = f" (from the {source})" if source else ""
+    return ConfigError(f"{shown} is {value!r}{origin}; expected {attribute.metadata['kind'].expected}")
+
+
+def _renamed(layer: Mapping[str, Any], spell: Callable[[str], str]) -> dict[str, Any]:
+    """``layer`` with former names replaced, each with a warning; a current name wins over a former one."""
+    current = {key: value for key, value in layer.items() if key not in FORMER_NAMES}
+    for former, key in FORMER_NAMES.items():
+        if former in layer:
+            ignored = key in current
+            current.setdefault(key, layer[former])
+            structlog.get_logger(__name__).warning(
+                "former_setting", setting=spell(former), use=spell(key), ignored=ignored
+            )
+    return current
+
+
+def _nearest(key: str, known: set[str]) -> str:
+    return difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.0)[0]

@@ -1,0 +1,331 @@
+"""The plugin host: which plugins are loaded, what they provide, and typed, guarded calls of their hooks.
+
+A plugin cannot hurt its host. Whatever it raises, at import, at registration or in a hook, is logged once with its
+name and distribution, its hooks are not called again, and Maru goes on; ``MARU_PLUGINS_STRICT=1`` turns each of these
+into a PluginError. Only KeyboardInterrupt passes, because that one is the user's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import pluggy
+import structlog
+from attrs import evolve, frozen
+
+from maru_core import discovery, hookspecs
+from maru_core.config import PluginSettings
+from maru_core.contracts import (
+    BackendProvision,
+    EngineProvision,
+    ReadExtent,
+    Region,
+    StorageBackend,
+    TransferEngine,
+)
+from maru_core.discovery import Candidate
+from maru_core.errors import BackendError, MaruError, PluginError, TransferError
+from maru_core.plugin import NAME
+from maru_core.plugin_checks import Provision, check_figures, check_implementations, check_methods, check_provisions
+
+Status = Literal["active", "not selected", "duplicate", "failed"]
+
+#: Hooks that run while a handler works; the others run when the host is built.
+HINTS: Final = (
+    "maru_session_opened",
+    "maru_region_mapped",
+    "maru_before_read",
+    "maru_after_read",
+    "maru_region_unmapping",
+    "maru_hint_stats",
+)
+#: Of several plugins with one name, the one that has it.
+_CLAIMS: Final = ("active", "failed")
+_BACKEND_METHODS: Final = ("create_pool", "map_region")
+_ENGINE_METHODS: Final = ("is_available", "import_error", "unsupported", "open")
+
+
+@frozen
+class PluginInfo:
+    """What became of one plugin. ``reason`` says why it is not active; ``provides`` lists ``backend cpu`` and so on."""
+
+    name: str
+    distribution: str
+    version: str
+    location: str
+    status: Status
+    reason: str = ""
+    provides: tuple[str, ...] = ()
+    built_in: bool = False
+
+
+@frozen
+class _Hint:
+    """One plugin's implementation of one hint."""
+
+    plugin: str
+    function: Callable[..., Any]
+    argnames: tuple[str, ...]
+
+
+class PluginHost:
+    """Plugins of one process, as an object: build as many as you like. Thread-safe once built."""
+
+    def __init__(self, settings: PluginSettings) -> None:
+        """An empty host; use :meth:`discover` or :meth:`with_plugins`."""
+        self._settings = settings
+        self._log = structlog.get_logger(__name__)
+        self._lock = threading.RLock()
+        self._manager = pluggy.PluginManager(NAME)
+        self._manager.add_hookspecs(hookspecs)
+        self._infos: list[PluginInfo] = []
+        self._backends: dict[str, BackendProvision] = {}
+        self._engines: dict[str, EngineProvision] = {}
+        #: By kind (``backend``, ``engine``) and name: the plugin that provides it, and the object once it is made.
+        self._providers: dict[tuple[str, str], PluginInfo] = {}
+        self._made: dict[tuple[str, str], Any] = {}
+        self._hints: dict[str, tuple[_Hint, ...]] = dict.fromkeys(HINTS, ())
+
+    @classmethod
+    def discover(cls, settings: PluginSettings, *, path: Sequence[str] | None = None) -> PluginHost:
+        """Load the built-ins and every installed plugin that ``settings`` allows; others are never imported.
+
+        ``path`` is where to look for distributions, ``None`` for ``sys.path``. Raises PluginError in strict mode only.
+        """
+        host = cls(settings)
+        found = discovery.candidates(path)
+        host._warn_of_missing(found)
+        for candidate in found:
+            host._load(candidate)
+        return host
+
+    @classmethod
+    def with_plugins(
+        cls, plugins: Mapping[str, object], *, built_ins: bool = False, strict: bool = False
+    ) -> PluginHost:
+        """A host of these plugin objects (or modules), by name; nothing installed is looked at."""
+        host = cls(PluginSettings(allowed=(), strict=strict))
+        if built_ins:
+            for name, value in discovery.BUILT_INS.items():
+                host._load(Candidate(name, value, discovery.DISTRIBUTION, "", "source tree", built_in=True))
+        for name, plugin in plugins.items():
+            info = PluginInfo(name, "given", "", type(plugin).__name__, "active")
+            if host._claim(info):
+                host._register(info, plugin)
+        return host
+
+    def report(self) -> list[PluginInfo]:
+        """Every plugin that was found, with what became of it, in the order of registration."""
+        with self._lock:
+            return [evolve(info, provides=self._provided_by(info.name)) for info in self._infos]
+
+    def backends(self) -> dict[str, BackendProvision]:
+        """Storage backends by name."""
+        with self._lock:
+            return dict(self._backends)
+
+    def backend(self, name: str) -> StorageBackend:
+        """The storage backend ``name``, made at its first use; raises BackendError with the known names."""
+        made: StorageBackend = self._make("backend", name, self._backends, _BACKEND_METHODS, BackendError)
+        return made
+
+    def engines(self) -> dict[str, EngineProvision]:
+        """Transfer engines by name, those that ``auto`` prefers first."""
+        with self._lock:
+            return dict(sorted(self._engines.items(), key=lambda item: (-item[1].rank, item[0])))
+
+    def engine(self, name: str) -> TransferEngine:
+        """The transfer engine ``name``, made at its first use; raises TransferError with the known names."""
+        made: TransferEngine = self._make("engine", name, self._engines, _ENGINE_METHODS, TransferError)
+        return made
+
+    def session_opened(self, name: str, role: str) -> None:
+        """See :func:`maru_core.hookspecs.maru_session_opened`."""
+        self._hint("maru_session_opened", name=name, role=role)
+
+    def region_mapped(self, region: Region) -> None:
+        """See :func:`maru_core.hookspecs.maru_region_mapped`."""
+        self._hint("maru_region_mapped", region=region)
+
+    def before_read(self, region: Region, extents: Sequence[ReadExtent]) -> None:
+        """See :func:`maru_core.hookspecs.maru_before_read`."""
+        if self._hints["maru_before_read"]:
+            self._hint("maru_before_read", region=region, extents=extents)
+
+    def after_read(self, region: Region, extents: Sequence[ReadExtent]) -> None:
+        """See :func:`maru_core.hookspecs.maru_after_read`."""
+        if self._hints["maru_after_read"]:
+            self._hint("maru_after_read", region=region, extents=extents)
+
+    def region_unmapping(self, region: Region) -> None:
+        """See :func:`maru_core.hookspecs.maru_region_unmapping`."""
+        self._hint("maru_region_unmapping", region=region)
+
+    def hint_stats(self) -> dict[str, int | float | str]:
+        """Figures of all plugins, see :func:`maru_core.hookspecs.maru_hint_stats`."""
+        merged: dict[str, int | float | str] = {}
+        for plugin, answer in self._hint("maru_hint_stats"):
+            try:
+                merged.update(check_figures(plugin, answer))
+            except PluginError as error:
+                self._fail(plugin, str(error), error)
+        return merged
+
+    def _provided_by(self, plugin: str) -> tuple[str, ...]:
+        return tuple(f"{kind} {name}" for (kind, name), info in self._providers.items() if info.name == plugin)
+
+    def _warn_of_missing(self, found: Iterable[Candidate]) -> None:
+        names = {candidate.name for candidate in found}
+        missing = [name for name in self._settings.allowed or () if name not in names]
+        if missing:
+            listed = [candidate.label for candidate in found]
+            if self._settings.strict:
+                raise PluginError(f"MARU_PLUGINS names {missing}, which match nothing; found: {'; '.join(listed)}")
+            self._log.warning("plugins_not_found", missing=missing, found=listed)
+
+    def _load(self, candidate: Candidate) -> None:
+        """Import and register one candidate, when it is allowed and its name is free."""
+        info = PluginInfo(
+            candidate.name,
+            candidate.distribution,
+            candidate.version,
+            candidate.location,
+            "active",
+            built_in=candidate.built_in,
+        )
+        if not candidate.built_in and not self._settings.allows(candidate.name):
+            self._infos.append(evolve(info, status="not selected", reason="not in MARU_PLUGINS"))
+            return
+        if not self._claim(info):
+            return
+        try:
+            plugin = candidate.load()
+        except BaseException as error:  # noqa: BLE001 - a plugin may raise SystemExit at import; see _pass_interrupt
+            _pass_interrupt(error)
+            self._fail(candidate.name, f"importing {candidate.value} failed: {_show(error)}", error)
+            return
+        self._register(info, plugin)
+
+    def _claim(self, info: PluginInfo) -> bool:
+        """Enter ``info`` in the list; False when an earlier plugin has the name."""
+        holder = next((i for i in self._infos if i.name == info.name and i.status in _CLAIMS), None)
+        if holder is None:
+            self._infos.append(info)
+            return True
+        reason = f"the name is taken by {holder.distribution} ({holder.location})"
+        self._infos.append(evolve(info, status="duplicate", reason=reason))
+        self._problem("plugin_skipped", info, reason)
+        return False
+
+    def _register(self, info: PluginInfo, plugin: object) -> None:
+        """Validate the plugin and take what it provides; on any problem nothing of it stays."""
+        try:
+            self._manager.register(plugin, info.name)
+            self._manager.check_pending()
+            check_implementations(self._manager, plugin)
+            backends = self._provided(plugin, "maru_storage_backends", BackendProvision)
+            engines = self._provided(plugin, "maru_transfer_engines", EngineProvision)
+        except BaseException as error:  # noqa: BLE001 - hooks are foreign code; see _pass_interrupt
+            _pass_interrupt(error)
+            self._fail(info.name, _show(error), error)
+            return
+        self._add(info, "backend", backends, self._backends)
+        self._add(info, "engine", engines, self._engines)
+        self._collect_hints()
+
+    def _provided(self, plugin: object, hook: str, kind: type[Provision]) -> tuple[Provision, ...]:
+        for implementation in getattr(self._manager.hook, hook).get_hookimpls():
+            if implementation.plugin is plugin:
+                return check_provisions(hook, implementation.function(), kind)
+        return ()
+
+    def _add(self, info: PluginInfo, kind: str, provisions: Iterable[Provision], known: dict[str, Provision]) -> None:
+        for provision in provisions:
+            holder = self._providers.setdefault((kind, provision.name), info)
+            if known.setdefault(provision.name, provision) is not provision:
+                reason = f"{kind} {provision.name} is already provided by {holder.name} ({holder.distribution})"
+                self._problem("provision_skipped", info, reason)
+
+    def _make(
+        self,
+        kind: str,
+        name: str,
+        known: Mapping[str, Provision],
+        methods: Sequence[str],
+        error_type: type[MaruError],
+    ) -> Any:
+        with self._lock:
+            if (kind, name) in self._made:
+                return self._made[kind, name]
+            if name not in known:
+                raise error_type(self._unknown(kind, name, known))
+            provider = self._providers[kind, name]
+            try:
+                made = known[name].factory()
+                check_methods(f"{kind} {name}", made, methods)
+            except error_type:
+                raise
+            except BaseException as error:
+                _pass_interrupt(error)
+                text = f"{kind} {name} of plugin {provider.name} ({provider.distribution}) failed: {_show(error)}"
+                raise error_type(text) from error
+            self._made[kind, name] = made
+            return made
+
+    def _unknown(self, kind: str, name: str, known: Mapping[str, Provision]) -> str:
+        for info in self._infos:
+            if info.name == name and info.reason:
+                return (
+                    f"{kind} {name!r} is not there: plugin {name} ({info.distribution}) is {info.status}: {info.reason}"
+                )
+        return f"there is no {kind} {name!r}; known are {', '.join(sorted(known)) or 'none'}, see `maru plugins`"
+
+    def _collect_hints(self) -> None:
+        """Look the hint implementations up once, so that a hook that nobody implements costs nothing."""
+        for hook in HINTS:
+            self._hints[hook] = tuple(
+                _Hint(implementation.plugin_name, implementation.function, tuple(implementation.argnames))
+                for implementation in reversed(getattr(self._manager.hook, hook).get_hookimpls())
+            )
+
+    def _hint(self, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
+        """Call every implementation of ``hook``; one that raises is dropped with its plugin."""
+        answers = []
+        for hint in self._hints[hook]:
+            try:
+                answers.append((hint.plugin, hint.function(*[arguments[name] for name in hint.argnames])))
+            except BaseException as error:  # noqa: BLE001 - hints are foreign code; see _pass_interrupt
+                _pass_interrupt(error)
+                self._fail(hint.plugin, f"{hook} raised {_show(error)}", error)
+        return answers
+
+    def _fail(self, name: str, reason: str, error: BaseException | None = None) -> None:
+        """Stop calling a plugin and tell about it, once. What it provides and others use already stays."""
+        with self._lock:
+            index = next(i for i, info in enumerate(self._infos) if info.name == name and info.status in _CLAIMS)
+            info = self._infos[index]
+            if info.status == "failed":
+                return
+            self._infos[index] = evolve(info, status="failed", reason=reason)
+            if self._manager.has_plugin(name):
+                self._manager.unregister(name=name)
+            self._collect_hints()
+        self._problem("plugin_failed", info, reason, error)
+
+    def _problem(self, event: str, info: PluginInfo, reason: str, error: BaseException | None = None) -> None:
+        if self._settings.strict:
+            label = f"{info.name} ({info.distribution} {info.version}, {info.location})"
+            raise PluginError(f"plugin {label}: {reason}; fatal because MARU_PLUGINS_STRICT is set") from error
+        self._log.warning(event, plugin=info.name, distribution=info.distribution, version=info.version, reason=reason)
+
+
+def _pass_interrupt(error: BaseException) -> None:
+    """Raise a real KeyboardInterrupt again. A subclass, like SystemExit, is a plugin's own doing."""
+    if type(error) is KeyboardInterrupt:
+        raise error
+
+
+def _show(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
