@@ -1,0 +1,30 @@
+"""Fixtures for the connector's tests; all skip where vLLM is not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.vllm.mini_engine import Engine
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    pytest.importorskip("vllm")
+    from tests.vllm.mini_engine import write_model
+
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def engine_on(model_folder: str) -> Iterator[Callable[..., Engine]]:
+    """``engine_on(store, **options)`` makes a mini engine on a fake store."""
+    from tests.vllm.mini_engine import make_engine
+
+    def make(store: Any, **options: Any) -> Engine:
+        return make_engine(store, model_folder, **options)
+
+    yield make

@@ -1,0 +1,216 @@
+"""An in-memory stand-in for server and handler, with the faults that the connector must survive."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from attrs import define, field
+
+from maru_core.client import Grants, Lease
+from maru_core.errors import StaleEpoch, Unavailable
+from maru_core.protocol import CommitStatus, Presence, ReserveStatus
+
+
+@define
+class StoredObject:
+    """One object: its bytes, whether it is visible, and how many leases hold it."""
+
+    key: bytes
+    entry: int
+    generation: int
+    data: bytearray
+    ready: bool = False
+    leases: int = 0
+    gone: bool = False
+
+
+@define
+class FakeStore:
+    """What all handlers of a test share. ``lost`` makes verification of these entries fail."""
+
+    epoch: int = 7
+    weights_epoch: int = 0
+    up: bool = True
+    answer_after: int = 0
+    objects: dict[bytes, StoredObject] = field(factory=dict)
+    by_entry: dict[int, StoredObject] = field(factory=dict)
+    leases: dict[int, list[StoredObject]] = field(factory=dict)
+    lost: set[int] = field(factory=set)
+    fail_loads: int = 0
+    lookups: int = 0
+    _next: int = 0
+
+    def number(self) -> int:
+        self._next += 1
+        return self._next
+
+    def drop(self, key: bytes) -> None:
+        """Evict: hidden at once, its bytes overwritten as soon as nobody leases it."""
+        found = self.objects.pop(key)
+        found.gone = True
+        if not found.leases:
+            self._reuse(found)
+
+    def _reuse(self, found: StoredObject) -> None:
+        found.generation += 1
+        found.data[:] = b"\xee" * len(found.data)
+
+    def release(self, lease_id: int) -> None:
+        for found in self.leases.pop(lease_id, []):
+            found.leases -= 1
+            if found.gone and not found.leases:
+                self._reuse(found)
+
+
+@define
+class FakeLocated:
+    store: FakeStore
+    entries: Sequence[int]
+    generations: Sequence[int]
+
+    def view(self, index: int) -> memoryview:
+        if self.store.fail_loads:
+            self.store.fail_loads -= 1
+            raise OSError("injected: the pool cannot be read")
+        return memoryview(self.store.by_entry[self.entries[index]].data)
+
+    def verify(self) -> list[bool]:
+        found = [self.store.by_entry[entry] for entry in self.entries]
+        return [
+            item.ready and item.generation == generation and item.entry not in self.store.lost
+            for item, generation in zip(found, self.generations, strict=True)
+        ]
+
+
+@define
+class FakePending:
+    store: FakeStore
+    keys: tuple[bytes, ...]
+    polls: int = 0
+    cancelled: bool = False
+
+    def poll(self, timeout: float = 0.0) -> Lease | None:
+        if not self.store.up:
+            raise Unavailable("injected: the server is away")
+        self.polls += 1
+        if self.polls <= self.store.answer_after:
+            return None
+        taken: list[StoredObject] = []
+        statuses = bytearray(len(self.keys))
+        for index, key in enumerate(self.keys):
+            found = self.store.objects.get(key)
+            if found is None or not found.ready:
+                break
+            statuses[index] = Presence.READY
+            taken.append(found)
+        lease_id = self.store.number()
+        for found in taken:
+            found.leases += 1
+        if taken:
+            self.store.leases[lease_id] = taken
+        pad = [0] * (len(self.keys) - len(taken))
+        return Lease(
+            epoch=self.store.epoch,
+            session=1,
+            ids=(lease_id,) if taken else (),
+            keys=self.keys,
+            statuses=bytes(statuses),
+            entries=array("I", [found.entry for found in taken] + pad),
+            generations=array("I", [found.generation for found in taken] + pad),
+            lengths=array("Q", [len(found.data) for found in taken] + pad),
+        )
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@define
+class FakeHandler:
+    """The calls that the connector uses."""
+
+    store: FakeStore
+    weights_epoch: int = 0
+    closed: bool = False
+
+    @property
+    def is_up(self) -> bool:
+        return self.store.up
+
+    @property
+    def epoch(self) -> int:
+        if not self.store.up:
+            raise Unavailable("injected: the server is away")
+        return self.store.epoch
+
+    def submit_acquire(self, keys: Sequence[bytes], *, leading: bool, weights_epoch: int | None = None) -> FakePending:
+        assert leading
+        if not self.store.up:
+            raise Unavailable("injected: the server is away")
+        self.store.lookups += 1
+        return FakePending(self.store, tuple(keys) if self.weights_epoch == self.store.weights_epoch else ())
+
+    def release(self, lease: Lease) -> None:
+        for lease_id in lease.ids:
+            self.store.release(lease_id)
+
+    def adopt(
+        self, epoch: int, entries: Sequence[int], generations: Sequence[int], lengths: Sequence[int]
+    ) -> FakeLocated:
+        if epoch != self.store.epoch:
+            raise StaleEpoch("injected: another epoch")
+        return FakeLocated(self.store, entries, generations)
+
+    def reserve(
+        self,
+        keys: Sequence[bytes],
+        length: int,
+        parents: Sequence[bytes] | None = None,
+        *,
+        weights_epoch: int | None = None,
+    ) -> Grants:
+        if not self.store.up:
+            raise Unavailable("injected: the server is away")
+        assert parents is not None and len(parents) == len(keys)
+        statuses = bytearray(len(keys))
+        entries = array("I", [0] * len(keys))
+        generations = array("I", [0] * len(keys))
+        for index, key in enumerate(keys):
+            if weights_epoch != self.store.weights_epoch:
+                statuses[index] = ReserveStatus.REFUSED
+                continue
+            found = self.store.objects.get(key)
+            if found is not None:
+                statuses[index] = ReserveStatus.PRESENT if found.ready else ReserveStatus.BUSY
+                continue
+            entry = self.store.number()
+            found = StoredObject(key, entry, 1, bytearray(length))
+            self.store.objects[key] = self.store.by_entry[entry] = found
+            entries[index], generations[index] = entry, 1
+        return Grants(self.store.epoch, 1, tuple(keys), bytes(statuses), entries, generations, [length] * len(keys))
+
+    def view(self, epoch: int, entry: int, length: int) -> memoryview:
+        return memoryview(self.store.by_entry[entry].data)
+
+    def commit(self, grants: Grants, indices: Sequence[int] | None = None) -> bytes:
+        for index in grants.new if indices is None else indices:
+            self.store.by_entry[grants.entries[index]].ready = True
+        return bytes([CommitStatus.OK]) * len(grants.new)
+
+    def abort(self, grants: Grants, indices: Sequence[int] | None = None) -> None:
+        for index in grants.new if indices is None else indices:
+            found = self.store.by_entry[grants.entries[index]]
+            if not found.ready:
+                self.store.objects.pop(found.key, None)
+
+    def reset(self) -> int:
+        if not self.store.up:
+            raise Unavailable("injected: the server is away")
+        for key in list(self.store.objects):
+            self.store.drop(key)
+        self.store.weights_epoch += 1
+        self.weights_epoch = self.store.weights_epoch
+        return self.weights_epoch
+
+    def close(self) -> None:
+        self.closed = True

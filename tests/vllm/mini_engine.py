@@ -1,0 +1,314 @@
+"""vLLM's real scheduler and both sides of our connector, around a model whose KV can be checked.
+
+The "model" writes, for every token, KV that depends on all tokens up to it, and before it computes it reads what it
+attends to. What it reads wrong poisons what it writes and what it samples, exactly as a real model would, so a test
+can demand: no poison in an answer, none in the store, none left in a block that can be reused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define, field
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from maru_core.geometry import ObjectLayout, PagedLayout, PlaneStrides
+from maru_integrations.vllm import setup
+from maru_integrations.vllm.connector import MaruKVConnector
+from maru_integrations.vllm.worker import Link, MaruWorker
+from maru_transfer.torch_copy import TorchCopyEngine
+from tests.vllm.fake_store import FakeHandler, FakeStore
+
+BLOCK = 16
+CHUNK = 32
+LAYERS, HEADS, SIZE = 2, 2, 4
+VOCAB = 1000
+POISON = 999
+
+
+def chain(tokens: Sequence[int]) -> list[int]:
+    """For each position a number that depends on all tokens up to it."""
+    value, out = 1469598103934665603, []
+    for token in tokens:
+        value = ((value ^ (token + 1)) * 1099511628211) % (1 << 61)
+        out.append(value)
+    return out
+
+
+def kv_of(value: int) -> torch.Tensor:
+    """KV of one token, ``[2, layers, hidden]`` int16."""
+    count = 2 * LAYERS * HEADS * SIZE
+    return ((torch.arange(count) * 31 + value % 30011) % 32000).to(torch.int16).view(2, LAYERS, HEADS * SIZE)
+
+
+def sample(value: int) -> int:
+    """The token that follows a position; never POISON."""
+    return value % POISON
+
+
+def reference(prompt: Sequence[int], count: int) -> list[int]:
+    """What a correct engine answers."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(sample(chain(tokens)[-1]))
+    return tokens[len(prompt) :]
+
+
+def write_model(folder: Path) -> str:
+    """A model folder that vLLM's configuration accepts."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HEADS * SIZE * 2,
+        "intermediate_size": 32,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS * 2,
+        "num_key_value_heads": HEADS,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 4096,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@define
+class Engine:
+    """One engine: ``step()`` does what EngineCore does in one iteration."""
+
+    scheduler: Scheduler
+    side: MaruKVConnector
+    worker: MaruKVConnector
+    store: FakeStore
+    caches: list[torch.Tensor]
+    hasher: Any
+    answers: dict[str, list[int]] = field(factory=dict)
+    poisoned: set[str] = field(factory=set)
+    tables: dict[str, list[int]] = field(factory=dict)
+    #: Runs between the worker's results and the scheduler's look at them, as vLLM's abort queue does.
+    between: Callable[[], None] | None = None
+    preemptions: int = 0
+
+    def add(self, name: str, prompt: Sequence[int], max_tokens: int = 3, **fields: Any) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = Request(
+            request_id=name,
+            prompt_token_ids=list(prompt),
+            sampling_params=params,
+            pooling_params=None,
+            block_hasher=self.hasher,
+            **fields,
+        )
+        self.answers[name] = []
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> Any:
+        output = self.scheduler.schedule()
+        self.preemptions += len(output.preempted_req_ids or ())
+        metadata = output.kv_connector_metadata
+        worker = self.worker
+        worker.handle_preemptions(metadata)
+        worker.bind_connector_metadata(metadata)
+        sync = output.has_sync_kv_loads
+        if sync:
+            worker.start_load_kv(None)
+        tokens = self._forward(output)
+        if not sync:
+            worker.start_load_kv(None)
+        worker.wait_for_save()
+        results = worker.get_transfer_results(output.finished_req_ids)
+        connector_output = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )
+        worker.clear_connector_metadata()
+        ids = list(output.num_scheduled_tokens)
+        if self.between is not None:
+            self.between()
+            self.between = None
+        reply = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={name: index for index, name in enumerate(ids)},
+            sampled_token_ids=[tokens[name] for name in ids],
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+            kv_connector_output=connector_output,
+        )
+        for per_client in self.scheduler.update_from_output(output, reply).values():
+            for item in per_client.outputs:
+                self.answers[item.request_id] += item.new_token_ids
+        return output
+
+    def run(self, limit: int = 400) -> None:
+        """Step until every request has finished."""
+        for _ in range(limit):
+            if not self.scheduler.has_unfinished_requests():
+                self.step()  # the step that tells workers what finished
+                return
+            self.step()
+        raise AssertionError(f"the engine stands still: {self.scheduler.get_request_counts()} after {limit} steps")
+
+    def free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def read(self, blocks: Sequence[int], position: int) -> torch.Tensor:
+        """KV of one slot, ``[2, layers, hidden]``."""
+        block, slot = blocks[position // BLOCK], position % BLOCK
+        return torch.stack([cache[:, block, slot].reshape(2, -1) for cache in self.caches], dim=1)
+
+    def _forward(self, output: Any) -> dict[str, list[int]]:
+        for new in output.scheduled_new_reqs:
+            self.tables[new.req_id] = list(new.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        for index, name in enumerate(cached.req_ids):
+            fresh = cached.new_block_ids[index]
+            ids = list(fresh[0]) if fresh is not None else []
+            self.tables[name] = ids if name in cached.resumed_req_ids else self.tables[name] + ids
+            starts[name] = cached.num_computed_tokens[index]
+        # All KV of a step is written before any of its attention reads.
+        work = []
+        for name, count in output.num_scheduled_tokens.items():
+            tokens = list(self.scheduler.requests[name].all_token_ids)
+            work.append((name, tokens, chain(tokens), starts[name], starts[name] + count))
+        for name, _, values, first, last in work:
+            for position in range(first, last):
+                self._write(self.tables[name], position, kv_of(values[position]))
+        sampled: dict[str, list[int]] = {}
+        for name, tokens, values, first, last in work:
+            blocks = self.tables[name]
+            good = all(torch.equal(self.read(blocks, p), kv_of(values[p])) for p in range(first))
+            if not good:
+                self.poisoned.add(name)
+                for position in range(first, last):
+                    self._write(blocks, position, kv_of(values[position] + 17))
+            sampled[name] = []
+            if last == len(tokens):
+                sampled[name] = [sample(values[last - 1]) if good else POISON]
+        return sampled
+
+    def _write(self, blocks: Sequence[int], position: int, value: torch.Tensor) -> None:
+        block, slot = blocks[position // BLOCK], position % BLOCK
+        assert block != 0, "block 0 is vLLM's null block"
+        for layer, cache in enumerate(self.caches):
+            cache[:, block, slot] = value[:, layer].view(2, HEADS, SIZE)
+
+
+def make_engine(
+    store: FakeStore,
+    model: str,
+    *,
+    num_blocks: int = 64,
+    budget: int = 64,
+    max_seqs: int = 8,
+    kv_role: str = "kv_both",
+    extra: dict[str, Any] | None = None,
+    prefix_caching: bool = True,
+    handler: Callable[[FakeStore], Any] = FakeHandler,
+) -> Engine:
+    """An engine on ``store``; ``extra`` goes into the connector's settings."""
+    cache = CacheConfig(
+        block_size=BLOCK,
+        gpu_memory_utilization=0.5,
+        cache_dtype="auto",
+        enable_prefix_caching=prefix_caching,
+    )
+    cache.num_gpu_blocks = num_blocks
+    config = VllmConfig(
+        model_config=ModelConfig(model=model, skip_tokenizer_init=True, dtype="float16", seed=0),
+        cache_config=cache,
+        device_config=DeviceConfig("cpu"),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=max_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=2048,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+        ),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="MaruKVConnector",
+            kv_connector_module_path="maru_integrations.vllm",
+            kv_role=kv_role,
+            kv_connector_extra_config={"maru_kv_chunk_tokens": CHUNK, **(extra or {})},
+        ),
+    )
+    names = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float16)
+    kv_cache = KVCacheConfig(
+        num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(names, spec)]
+    )
+    connect = setup.connect
+    setup.connect = lambda plan, role: handler(store)  # type: ignore[assignment]
+    try:
+        scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=kv_cache,
+            block_size=BLOCK,
+            log_stats=True,
+            structured_output_manager=StructuredOutputManager(config),
+        )
+    finally:
+        setup.connect = connect
+    hash_fn = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
+    init_none_hash(hash_fn)
+    side = scheduler.connector
+    assert isinstance(side, MaruKVConnector)
+    worker = MaruKVConnector(config, KVConnectorRole.WORKER, kv_cache)
+    caches = [torch.zeros((2, num_blocks, BLOCK, HEADS, SIZE), dtype=torch.int16) for _ in range(LAYERS)]
+    shape = caches[0].stride()
+    planes = tuple(PlaneStrides(plane * shape[0], shape[1], shape[2], shape[3], shape[4]) for plane in range(2))
+    paged = PagedLayout(planes, LAYERS, num_blocks, BLOCK, HEADS, SIZE, 2)
+    stored = ObjectLayout(2, LAYERS, CHUNK, HEADS * SIZE, 2)
+    worker._worker = MaruWorker(
+        lambda: Link(handler(store), TorchCopyEngine().open(caches, paged, stored), stored),
+        worker._answers,
+        block_size=BLOCK,
+        chunk_tokens=CHUNK,
+        log_timing=False,
+    )
+    side.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+    return Engine(scheduler, side, worker, store, caches, get_request_block_hasher(BLOCK, hash_fn))
+
+
+def check_store(store: FakeStore, prompts: Sequence[Sequence[int]], root_of: Callable[[Sequence[int]], Any]) -> int:
+    """Compare every stored object with what the model would have written; returns how many there were."""
+    count = 0
+    for tokens in prompts:
+        keys = root_of(tokens)
+        values = chain(tokens)
+        for index, key in enumerate(keys):
+            found = store.objects.get(key)
+            if found is None or not found.ready:
+                continue
+            want = torch.stack([kv_of(value) for value in values[index * CHUNK : (index + 1) * CHUNK]], dim=2)
+            assert bytes(found.data) == want.contiguous().numpy().tobytes(), f"chunk {index} holds wrong bytes"
+            count += 1
+    return count

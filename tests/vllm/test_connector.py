@@ -1,0 +1,471 @@
+"""The connector inside vLLM's real scheduler: what is reused, what is stored, and what must never spread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from maru_core.keys import KeyChain
+from tests.vllm.fake_store import FakeStore
+from tests.vllm.mini_engine import BLOCK, CHUNK, Engine, chain, check_store, reference
+
+EngineOn = Callable[..., Engine]
+PARKED = {"maru_async_load": True}
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [(seed * 131 + index * 7 + index // 13) % 997 for index in range(length)]
+
+
+def keys_of(engine: Engine, tokens: list[int]) -> list[bytes]:
+    assert engine.side._plan is not None
+    keys = KeyChain(engine.side._plan.namespace.root, CHUNK)
+    keys.extend(tokens, len(tokens) // CHUNK * CHUNK)
+    return keys.keys
+
+
+def warm(engine_on: EngineOn, store: FakeStore, *prompts: list[int]) -> None:
+    """Fill the store from an engine that then goes away."""
+    engine = engine_on(store)
+    for index, tokens in enumerate(prompts):
+        engine.add(f"warm{index}", tokens, max_tokens=1)
+        engine.run()
+
+
+def settled(engine: Engine, free: int) -> None:
+    """Nothing is held any more, on either side, and nothing was answered wrong."""
+    assert not engine.store.leases, "leases outlive their requests"
+    assert engine.free_blocks() == free, "blocks outlive their requests"
+    assert not engine.poisoned
+    scheduler = engine.side._scheduler
+    assert scheduler is not None
+    assert not scheduler._states
+    assert not scheduler._outstanding
+    assert not scheduler._departed
+    assert scheduler._parked is None
+    assert not engine.side._guard.caught
+    assert not engine.worker._guard.caught
+
+
+@pytest.mark.parametrize("extra", [{}, PARKED], ids=["sync", "parked"])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 256])
+def test_a_second_engine_answers_the_same_from_the_pool(
+    engine_on: EngineOn, length: int, extra: dict[str, Any]
+) -> None:
+    """Every prompt length around block and chunk borders: same answer, the longest usable prefix comes from Maru."""
+    store, tokens = FakeStore(), prompt(length)
+    warm(engine_on, store, tokens)
+    engine = engine_on(store, extra=extra)
+    free = engine.free_blocks()
+    request = engine.add("b", tokens, max_tokens=5)
+    engine.run()
+    assert engine.answers["b"] == reference(tokens, 5)
+    usable = min(length // CHUNK * CHUNK, (length - 1) // BLOCK * BLOCK)
+    assert request.num_external_computed_tokens == usable
+    settled(engine, free)
+    assert check_store(store, [tokens + engine.answers["b"]], lambda t: keys_of(engine, t)) >= length // CHUNK
+
+
+@pytest.mark.parametrize("budget", [16, 24, 40, 64, 200])
+def test_chunked_prefill_stores_every_complete_chunk(engine_on: EngineOn, budget: int) -> None:
+    """However the prompt is split into steps, the same objects are there afterwards (R033: also without new blocks)."""
+    store, tokens = FakeStore(), prompt(150)
+    engine = engine_on(store, budget=budget)
+    engine.add("a", tokens, max_tokens=2)
+    engine.run()
+    assert engine.answers["a"] == reference(tokens, 2)
+    assert check_store(store, [tokens], lambda t: keys_of(engine, t)) == 150 // CHUNK
+
+
+def test_generated_tokens_fill_chunks_too(engine_on: EngineOn) -> None:
+    """A chunk that fills during decoding is stored, with the keys of prompt + answer."""
+    store, tokens = FakeStore(), prompt(40)
+    engine = engine_on(store)
+    engine.add("a", tokens, max_tokens=30)
+    engine.run()
+    answer = engine.answers["a"]
+    assert answer == reference(tokens, 30)
+    # The last sampled token has no KV: 69 of 70 tokens are computed, which is two whole chunks.
+    assert check_store(store, [tokens + answer], lambda t: keys_of(engine, t)) == 2
+
+
+def test_prompts_share_their_common_prefix(engine_on: EngineOn) -> None:
+    """Partial prefixes are reused between different prompts, whole chunks only."""
+    store = FakeStore()
+    first = prompt(100)
+    second = first[:70] + prompt(60, seed=5)
+    warm(engine_on, store, first)
+    engine = engine_on(store)
+    request = engine.add("b", second)
+    engine.run()
+    assert engine.answers["b"] == reference(second, 3)
+    assert request.num_external_computed_tokens == 64
+
+
+@pytest.mark.parametrize("local_blocks", [0, 1, 2, 3, 5])
+def test_a_load_never_touches_local_blocks(engine_on: EngineOn, local_blocks: int) -> None:
+    """R007: with a local hit that ends inside a stored chunk only the slots behind it are written."""
+    store, tokens = FakeStore(), prompt(160)
+    warm(engine_on, store, tokens)
+    engine = engine_on(store)
+    if local_blocks:
+        engine.store.up = False  # computed here, so that it is local
+        engine.add("local", tokens[: local_blocks * BLOCK + 1], max_tokens=1)
+        engine.run()
+        engine.store.up = True
+    before = [cache.clone() for cache in engine.caches]
+    request = engine.add("b", tokens, max_tokens=1)
+    engine.step()
+    table = engine.tables["b"]
+    for block in table[:local_blocks]:
+        for old, new in zip(before, engine.caches, strict=True):
+            assert bool((old[:, block] == new[:, block]).all())
+    engine.run()
+    assert engine.answers["b"] == reference(tokens, 1)
+    assert request.num_external_computed_tokens == 144 - local_blocks * BLOCK
+    assert not engine.poisoned
+
+
+@pytest.mark.parametrize("extra", [{}, PARKED], ids=["sync", "parked"])
+@pytest.mark.parametrize("bad_chunk", [0, 1, 3])
+def test_a_failed_load_is_recomputed_and_does_not_spread(
+    engine_on: EngineOn, extra: dict[str, Any], bad_chunk: int
+) -> None:
+    """R004: an object that turns out to be another's after the copy costs time, never a token, and is not re-promised."""
+    store, tokens = FakeStore(), prompt(150)
+    warm(engine_on, store, tokens)
+    engine = engine_on(store, extra=extra)
+    free = engine.free_blocks()
+    victim = store.objects[keys_of(engine, tokens)[bad_chunk]]
+    store.lost.add(victim.entry)
+    victim.data[:] = b"\x55" * len(victim.data)
+    engine.add("b", tokens)
+    engine.run()
+    assert engine.answers["b"] == reference(tokens, 3)
+    lookups = store.lookups
+    follow = tokens[:140] + prompt(30, seed=9)
+    engine.scheduler.reset_prefix_cache()
+    request = engine.add("c", follow)
+    engine.run()
+    assert engine.answers["c"] == reference(follow, 3)
+    assert request.num_external_computed_tokens == bad_chunk * CHUNK
+    assert store.lookups == lookups + 1
+    assert not engine.store.leases
+    assert engine.free_blocks() == free
+    store.drop(victim.key)
+    assert check_store(store, [tokens, follow], lambda t: keys_of(engine, t))
+
+
+@pytest.mark.parametrize("extra", [{}, PARKED], ids=["sync", "parked"])
+def test_a_load_that_raises_is_recomputed(engine_on: EngineOn, extra: dict[str, Any]) -> None:
+    """An I/O error in the middle of a load is a miss."""
+    store, tokens = FakeStore(), prompt(150)
+    warm(engine_on, store, tokens)
+    engine = engine_on(store, extra=extra)
+    free = engine.free_blocks()
+    store.fail_loads = 1
+    engine.add("b", tokens)
+    engine.run()
+    assert engine.answers["b"] == reference(tokens, 3)
+    assert not store.leases
+    assert engine.free_blocks() == free
+
+
+def test_an_aborted_failed_load_leaves_nothing_in_vllms_cache(engine_on: EngineOn) -> None:
+    """The abort arrives between dispatch and result: vLLM would keep the bad blocks in its prefix cache."""
+    store, tokens = FakeStore(), prompt(150)
+    warm(engine_on, store, tokens)
+    engine = engine_on(store)
+    free = engine.free_blocks()
+    for found in store.objects.values():
+        store.lost.add(found.entry)
+        found.data[:] = b"\x55" * len(found.data)
+    engine.add("b", tokens)
+    engine.between = lambda: engine.abort("b")
+    engine.step()
+    assert not store.leases
+    store.up = False
+    engine.add("c", tokens)
+    engine.run()
+    assert engine.answers["c"] == reference(tokens, 3)
+    assert "c" not in engine.poisoned
+    assert engine.free_blocks() == free
+
+
+def test_a_request_that_shares_failed_blocks_is_not_served_from_them(engine_on: EngineOn) -> None:
+    """Two requests of one step share a prefix whose load fails: both answers are right, nothing bad is stored."""
+    store, tokens = FakeStore(), prompt(150)
+    warm(engine_on, store, tokens)
+    engine = engine_on(store, budget=512)
+    other = tokens[:130] + prompt(40, seed=3)
+    for found in store.objects.values():
+        store.lost.add(found.entry)
+        found.data[:] = b"\x55" * len(found.data)
+    engine.add("b", tokens)
+    engine.add("c", other)
+    engine.run()
+    assert engine.answers["b"] == reference(tokens, 3)
+    assert engine.answers["c"] == reference(other, 3)
+    assert not store.leases
+    bad = [key for key, found in store.objects.items() if found.entry in store.lost]
+    for key in bad:
+        store.drop(key)
+    check_store(store, [tokens, other], lambda t: keys_of(engine, t))
+
+
+@pytest.mark.parametrize("extra", [{}, PARKED], ids=["sync", "parked"])
+@pytest.mark.parametrize("stage", range(6))
+def test_abort_at_every_stage_leaks_nothing(engine_on: EngineOn, extra: dict[str, Any], stage: int) -> None:
+    """R021, R083, R084: queued, looking up, loading, just loaded, running; completions in, after or never."""
+    store, tokens = FakeStore(answer_after=1), prompt(150)
+    warm(engine_on, store, tokens)
+    engine = engine_on(store, extra=extra)
+    free = engine.free_blocks()
+    engine.add("b", tokens)
+    if stage == 5:
+        engine.step()
+        engine.between = lambda: engine.abort("b")
+        engine.step()
+    else:
+        for _ in range(stage):
+            engine.step()
+        engine.abort("b")
+    for _ in range(4):
+        engine.step()
+    settled(engine, free)
+    engine.add("c", tokens)
+    engine.run()
+    assert engine.answers["c"] == reference(tokens, 3)
+    settled(engine, free)
+
+
+@pytest.mark.parametrize("extra", [{}, PARKED], ids=["sync", "parked"])
+def test_preempted_requests_come_back_with_hits(engine_on: EngineOn, extra: dict[str, Any]) -> None:
+    """R085, R086: block tables are replaced on resume, nothing stale is stored, the resumed request hits."""
+    store = FakeStore()
+    prompts = [prompt(90, seed) for seed in range(4)]
+    engine = engine_on(store, num_blocks=24, budget=96, extra=extra)
+    free = engine.free_blocks()
+    requests = [engine.add(f"r{seed}", tokens, max_tokens=60) for seed, tokens in enumerate(prompts)]
+    engine.run(3000)
+    assert engine.preemptions > 0
+    for seed, tokens in enumerate(prompts):
+        assert engine.answers[f"r{seed}"] == reference(tokens, 60)
+    assert any(request.num_preemptions for request in requests)
+    settled(engine, free)
+    check_store(store, [p + engine.answers[f"r{i}"] for i, p in enumerate(prompts)], lambda t: keys_of(engine, t))
+
+
+def test_asking_again_costs_no_lookups(engine_on: EngineOn) -> None:
+    """R091: vLLM asks on every step while allocation fails; the pool is asked once and one lease is held."""
+    store, tokens = FakeStore(), prompt(200)
+    warm(engine_on, store, tokens)
+    engine = engine_on(store, num_blocks=32, budget=64)
+    filler = prompt(300, seed=4)
+    engine.add("filler", filler, max_tokens=40)
+    for _ in range(6):
+        engine.step()
+    store.lookups = 0
+    engine.add("b", tokens)
+    for _ in range(20):
+        engine.step()
+    assert store.lookups == 1
+    assert len(store.leases) == 1
+    engine.run()
+    assert engine.answers["b"] == reference(tokens, 3)
+    settled(engine, 31)
+
+
+@pytest.mark.parametrize("extra", [{}, PARKED], ids=["sync", "parked"])
+def test_many_parked_requests_never_stall(engine_on: EngineOn, extra: dict[str, Any]) -> None:
+    """The known trap: 64 blocks, prompts of 50, 25 and 15 blocks that all hit."""
+    store = FakeStore()
+    prompts = [prompt(50 * BLOCK, 1), prompt(25 * BLOCK, 2), prompt(15 * BLOCK, 3)]
+    warm(engine_on, store, *prompts)
+    engine = engine_on(store, num_blocks=64, budget=128, extra=extra)
+    for index, tokens in enumerate(prompts):
+        engine.add(f"r{index}", tokens, max_tokens=20)
+    engine.run(300)
+    for index, tokens in enumerate(prompts):
+        assert engine.answers[f"r{index}"] == reference(tokens, 20)
+    settled(engine, 63)
+
+
+def test_a_slow_lookup_is_asked_again_then_a_miss(engine_on: EngineOn) -> None:
+    """An answer that comes late is waited for in small pieces; one that never comes is a miss by the deadline."""
+    store, tokens = FakeStore(answer_after=3), prompt(100)
+    warm(engine_on, store, tokens)
+    engine = engine_on(store)
+    request = engine.add("b", tokens)
+    engine.run()
+    assert request.num_external_computed_tokens == 96
+    store.answer_after = 10**9
+    engine = engine_on(store, extra={"maru_lookup_timeout": 0.001})
+    request = engine.add("c", tokens)
+    engine.run()
+    assert request.num_external_computed_tokens == 0
+    assert engine.answers["c"] == reference(tokens, 3)
+    assert not store.leases
+
+
+def test_without_a_server_everything_is_computed(engine_on: EngineOn) -> None:
+    """Server loss is only a slow-down, and caching comes back without an engine restart."""
+    store, tokens = FakeStore(), prompt(100)
+    engine = engine_on(store)
+    store.up = False
+    engine.add("a", tokens)
+    engine.run()
+    assert engine.answers["a"] == reference(tokens, 3)
+    assert not store.objects
+    store.up = True
+    engine.add("b", prompt(100, 2))
+    engine.run()
+    assert len(store.objects) == 3
+
+
+def test_the_server_restarts_between_promise_and_load(engine_on: EngineOn) -> None:
+    """Leases of an old epoch are void: the load fails and is recomputed."""
+    store, tokens = FakeStore(), prompt(100)
+    warm(engine_on, store, tokens)
+    engine = engine_on(store)
+    schedule = engine.scheduler.schedule
+
+    def restart_after() -> Any:
+        output = schedule()
+        store.epoch += 1
+        return output
+
+    engine.scheduler.schedule = restart_after  # type: ignore[method-assign]
+    engine.add("b", tokens)
+    engine.step()
+    engine.scheduler.schedule = schedule  # type: ignore[method-assign]
+    engine.run()
+    assert engine.answers["b"] == reference(tokens, 3)
+    assert not engine.poisoned - {"b"}
+
+
+def test_reset_empties_and_old_kv_does_not_come_back(engine_on: EngineOn) -> None:
+    """R011: after a reset nothing is hit, and requests that still run on old KV store nothing."""
+    store, tokens = FakeStore(), prompt(150)
+    engine = engine_on(store, budget=48)
+    engine.add("a", tokens)
+    engine.step()
+    engine.step()
+    assert store.objects
+    assert engine.side.reset_cache() is True
+    assert not store.objects
+    engine.run()
+    assert not store.objects
+    engine.scheduler.reset_prefix_cache()
+    request = engine.add("b", tokens)
+    engine.run()
+    assert request.num_external_computed_tokens == 0
+    assert len(store.objects) == 4
+    store.up = False
+    assert engine.side.reset_cache() is False
+
+
+def test_an_engine_behind_a_reset_neither_hits_nor_stores(engine_on: EngineOn) -> None:
+    """Weights epoch: an engine that has not been reset too sees nothing of the new one and adds nothing to it."""
+    store, tokens = FakeStore(), prompt(150)
+    one, two = engine_on(store), engine_on(store)
+    one.add("a", tokens)
+    one.run()
+    assert one.side.reset_cache() is True
+    two.add("b", tokens)
+    two.run()
+    assert not store.objects
+    one.scheduler.reset_prefix_cache()
+    one.add("c", tokens)
+    one.run()
+    assert len(store.objects) == 4
+    request = two.add("d", prompt(150)[:149] + [5])
+    two.scheduler.reset_prefix_cache()
+    two.run()
+    assert request.num_external_computed_tokens == 0
+
+
+@pytest.mark.parametrize(("role", "hits", "stored"), [("kv_producer", 0, 3), ("kv_consumer", 96, 3), ("kv_both", 96, 6)])
+def test_roles(engine_on: EngineOn, role: str, hits: int, stored: int) -> None:
+    """A producer only stores, a consumer only loads."""
+    store, tokens = FakeStore(), prompt(100)
+    if role != "kv_producer":
+        warm(engine_on, store, tokens)
+    engine = engine_on(store, kv_role=role)
+    request = engine.add("b", tokens)
+    engine.run()
+    assert request.num_external_computed_tokens == hits
+    engine.add("c", prompt(100, 8) if role != "kv_producer" else tokens)
+    engine.run()
+    assert len(store.objects) == stored
+
+
+def test_cache_salt_separates_and_repeats(engine_on: EngineOn) -> None:
+    """R137: no hit across salts, a hit under the same one."""
+    store, tokens = FakeStore(), prompt(100)
+    for salt, expected in (("x", 0), ("y", 0), (None, 0), ("x", 96), (None, 96)):
+        engine = engine_on(store)
+        request = engine.add("r", tokens, cache_salt=salt)
+        engine.run()
+        assert request.num_external_computed_tokens == expected, salt
+
+
+def test_unidentifiable_requests_are_neither_hit_nor_stored(engine_on: EngineOn) -> None:
+    """LoRA and others cannot be told apart by tokens: zero hits, nothing stored, one warning."""
+    from vllm.lora.request import LoRARequest
+
+    store, tokens = FakeStore(), prompt(100)
+    engine = engine_on(store)
+    request = engine.add("r", tokens, lora_request=LoRARequest("adapter", 1, "nowhere"))
+    assert engine.side.get_num_new_matched_tokens(request, 0) == (0, False)
+    engine.abort("r")
+    assert not store.objects
+    assert store.lookups == 0
+
+
+def test_prompt_logprobs_need_every_position(engine_on: EngineOn) -> None:
+    """A request that must not read the prefix cache gets no external hit either (0.22.1 does not check that)."""
+    store, tokens = FakeStore(), prompt(100)
+    warm(engine_on, store, tokens)
+    engine = engine_on(store)
+    request = engine.add("r", tokens)
+    request.skip_reading_prefix_cache = True
+    assert engine.side.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+def test_internal_faults_are_misses(engine_on: EngineOn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever raises inside any hook, the engine answers right and stays alive."""
+    store, tokens = FakeStore(), prompt(100)
+    warm(engine_on, store, tokens)
+
+    def boom(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("injected")
+
+    for name in ("match", "after_alloc", "_plan_load", "plan_stores", "worker_output", "finished"):
+        engine = engine_on(store)
+        free = engine.free_blocks()
+        monkeypatch.setattr(engine.side._scheduler, name, boom)
+        engine.add("r", tokens)
+        engine.run()
+        assert engine.answers["r"] == reference(tokens, 3), name
+        assert engine.free_blocks() == free
+    for name in ("_load", "_store"):
+        engine = engine_on(store)
+        monkeypatch.setattr(engine.worker._worker, name, boom)
+        engine.add("r", tokens)
+        engine.run()
+        assert engine.answers["r"] == reference(tokens, 3), name
+    engine = engine_on(store)
+    engine.worker._worker = None
+    engine.add("r", tokens)
+    engine.run()
+    assert engine.answers["r"] == reference(tokens, 3)
+
+
+def test_the_chain_of_the_model_depends_on_all_tokens() -> None:
+    """The check itself: another first token gives other KV everywhere."""
+    assert chain([1, 2, 3])[2] != chain([4, 2, 3])[2]
