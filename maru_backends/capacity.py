@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -19,13 +20,16 @@ class Available:
     source: str
 
 
+NO_LIMIT: Final = Available(2**63, "no limit is known")
+
+
 def available_memory(root: Path = ROOT) -> Available:
     """The tightest of the host's ``MemAvailable`` and the limits of this process's cgroups, v2 and v1.
 
     Page cache that a cgroup could drop at once counts as available. ``root`` is where ``/proc`` and ``/sys`` are.
-    What cannot be read does not limit; with nothing readable at all the size is 2**63.
+    What cannot be read does not limit; with nothing readable at all the answer is NO_LIMIT.
     """
-    found = [Available(2**63, "no limit is known")]
+    found = [NO_LIMIT]
     for line in _lines(root / "proc/meminfo"):
         if line.startswith("MemAvailable:"):
             found.append(Available(int(line.split()[1]) * 1024, "MemAvailable of the host"))
@@ -46,6 +50,23 @@ def filesystem_type(device: int, root: Path = ROOT) -> str:
         if fields[2] == wanted and "-" in fields[6:]:
             return fields[fields.index("-", 6) + 1]
     return ""
+
+
+def free_space(fd: int, where: str) -> Iterator[Available]:
+    """What the file system of an open file or folder has left for this user; nothing when it sets no limit."""
+    status = os.fstatvfs(fd)
+    # A tmpfs or hugetlbfs that is mounted without a size reports no blocks at all.
+    if status.f_blocks:
+        yield Available(status.f_bavail * status.f_frsize, f"free space of {where}")
+
+
+def free_huge_pages(page: int, root: Path = ROOT) -> Available:
+    """Bytes in huge pages of ``page`` bytes that are neither used nor promised to somebody."""
+    folder = root / f"sys/kernel/mm/hugepages/hugepages-{page // 1024}kB"
+    free, promised = _number(folder / "free_hugepages"), _number(folder / "resv_hugepages")
+    if free is None:
+        return NO_LIMIT
+    return Available(max(0, free - (promised or 0)) * page, f"free huge pages of {page} bytes")
 
 
 @frozen

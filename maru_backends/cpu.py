@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from maru_backends.capacity import Available, available_memory, filesystem_type
+from maru_backends.capacity import NO_LIMIT, Available, available_memory, filesystem_type, free_huge_pages, free_space
 from maru_backends.mapped import MappedRegion, map_fd, map_file
 from maru_core.contracts import BackendProvision, PoolRequest
 from maru_core.errors import BackendError
@@ -88,27 +88,30 @@ class CpuBackend:
                 f"pool owner {request.owner!r} is not a file name: use letters, digits, '.', '_' and '-'"
             )
         root = Path(request.path or DEFAULT_PATH)
-        with _opened_folder(root) as root_fd, _turn(root_fd):
-            _remove_orphans(root_fd)
+        with _opened_folder(root) as root_fd, _turn(root_fd) as alone:
+            if alone:
+                _remove_orphans(root_fd)
             folder = _FOLDER + request.owner
             with _private_folder(root_fd, folder, root) as folder_fd:
                 name = f"{_FILE}{request.pool}"
                 location = root.resolve() / folder / name
                 descriptor = _plan(request, str(location), os.fstatvfs(folder_fd).f_bsize)
                 _remove_stale(folder_fd, name, location)
-                self._check_room(descriptor, folder_fd, request)
+                self._check_room(descriptor, folder_fd, root)
                 return _allocate(folder_fd, name, descriptor)
 
     def map_region(self, descriptor: PoolDescriptor) -> MappedRegion:
         """Map an existing pool; raises BackendError when it is not the one that ``descriptor`` describes."""
         return map_file(descriptor)
 
-    def _check_room(self, descriptor: PoolDescriptor, folder_fd: int, request: PoolRequest) -> None:
-        status = os.fstatvfs(folder_fd)
-        limits = [Available(status.f_bavail * status.f_frsize, f"free space of {request.path or DEFAULT_PATH}")]
-        if filesystem_type(os.fstat(folder_fd).st_dev) in _MEMORY_FILESYSTEMS:
+    def _check_room(self, descriptor: PoolDescriptor, folder_fd: int, root: Path) -> None:
+        kind = filesystem_type(os.fstat(folder_fd).st_dev)
+        limits = list(free_space(folder_fd, str(root)))
+        if kind in _MEMORY_FILESYSTEMS:
             limits.append(self._memory())
-        tightest = min(limits, key=lambda available: available.size)
+        elif kind == "hugetlbfs":
+            limits.append(free_huge_pages(os.fstatvfs(folder_fd).f_bsize))
+        tightest = min(limits, key=lambda available: available.size, default=NO_LIMIT)
         if descriptor.size > tightest.size:
             raise BackendError(_no_room(descriptor.size, tightest))
 
@@ -146,15 +149,18 @@ def _plan(request: PoolRequest, location: str, page: int) -> PoolDescriptor:
 
 
 def _allocate(folder_fd: int, name: str, descriptor: PoolDescriptor) -> CpuPool:
-    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=folder_fd)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        fd = os.open(name, flags, 0o600, dir_fd=folder_fd)
+    except OSError as error:
+        raise BackendError(f"cannot make pool {descriptor.location}: {error.strerror}") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             os.posix_fallocate(fd, 0, descriptor.size)
         except OSError as error:
-            status = os.fstatvfs(fd)
-            available = Available(status.f_bavail * status.f_frsize, f"{error.strerror} while it was allocated")
-            raise BackendError(_no_room(descriptor.size, available)) from error
+            left = next(iter(free_space(fd, descriptor.location)), NO_LIMIT)
+            raise BackendError(f"{error.strerror}: {_no_room(descriptor.size, left)}") from error
         region = MappedRegion(descriptor, map_fd(fd, descriptor))
         block = Superblock(
             granule=descriptor.granule,
@@ -209,27 +215,35 @@ def _private_folder(root_fd: int, name: str, root: Path) -> Iterator[int]:
                 f"pool folder {root / name} belongs to uid {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}; "
                 f"it must belong to uid {os.geteuid()} with mode 700: remove it"
             )
-        yield fd
+        try:
+            yield fd
+        except BaseException:
+            with suppress(OSError):  # not empty: it holds another pool
+                os.rmdir(name, dir_fd=root_fd)
+            raise
     finally:
         os.close(fd)
 
 
 @contextmanager
-def _turn(root_fd: int) -> Iterator[None]:
+def _turn(root_fd: int) -> Iterator[bool]:
     """One server at a time checks for room and takes it, or several would count the same free memory.
 
-    Whoever holds the lock for very long (it is on the folder itself, anybody may) only takes this protection away.
+    The lock is on the folder itself, which anybody may take: held for very long, it only takes this protection away.
+    Yields whether it was taken.
     """
     deadline = time.monotonic() + _TURN_TIMEOUT
     while True:
         try:
             fcntl.flock(root_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
         except BlockingIOError:
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.02)
-    yield
+            if time.monotonic() < deadline:
+                time.sleep(0.02)
+                continue
+            yield False
+        else:
+            yield True
+        return
 
 
 def _remove_orphans(root_fd: int) -> None:

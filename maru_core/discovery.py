@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any, Final
@@ -46,13 +47,22 @@ class Candidate:
         return self.entry_point.load()
 
 
+def system_path() -> Sequence[str]:
+    """Where Python looks for distributions."""
+    return sys.path
+
+
+#: What :func:`candidates` searches unless told; ``maru_core.testing`` puts an empty path here.
+search_path = system_path
+
+
 def candidates(path: Sequence[str] | None = None) -> tuple[Candidate, ...]:
-    """Every entry point of the group on ``path`` (``None``: ``sys.path``), built-ins first, then in a fixed order.
+    """Every entry point of the group on ``path`` (``None``: the system's), built-ins first, then in a fixed order.
 
     Names may repeat: the first is the one to use. Of several copies of one distribution, the first on the path counts,
     as it does for imports.
     """
-    found = list(installed(path))
+    found = list(installed(search_path() if path is None else path))
     built_in: list[Candidate] = []
     for name, value in BUILT_INS.items():
         own = [c for c in found if c.name == name and c.value == value and c.distribution == DISTRIBUTION]
@@ -63,10 +73,10 @@ def candidates(path: Sequence[str] | None = None) -> tuple[Candidate, ...]:
     return (*built_in, *found)
 
 
-def installed(path: Sequence[str] | None = None) -> Iterator[Candidate]:
+def installed(path: Sequence[str]) -> Iterator[Candidate]:
     """The entry points of the group in the metadata of installed distributions."""
     seen: set[str] = set()
-    for distribution in metadata.distributions() if path is None else metadata.distributions(path=list(path)):
+    for distribution in metadata.distributions(path=list(path)):
         name = canonical(distribution.metadata["Name"] or "")
         if not name or name in seen:
             continue

@@ -107,4 +107,6 @@ def check_place(entry: int, length: int, pools: Sequence[PoolDescriptor]) -> Poo
                 return pool
             break
     held = ", ".join(f"{pool.entry_base}..{pool.entry_base + pool.entry_count - 1}" for pool in pools)
-    raise ProtocolError(f"entry {entry} with {length} bytes lies outside the pools, which have entries {held or 'none'}")
+    raise ProtocolError(
+        f"entry {entry} with {length} bytes lies outside the pools, which have entries {held or 'none'}"
+    )

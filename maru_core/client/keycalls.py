@@ -39,6 +39,11 @@ class Located:
         """Bytes of object ``index``; raises StaleEpoch when the pools were unmapped since."""
         return self._regions.view(self.entries[index], self.lengths[index])
 
+    def verify_one(self, index: int) -> bool:
+        """:meth:`verify` for object ``index`` alone."""
+        columns = (self.entries[index],), (self.generations[index],), (self.lengths[index],)
+        return self._regions.verify(*columns)[0]
+
     def verify(self) -> list[bool]:
         """For each object: whether a copy that has completed by now is the object that was leased."""
         return self._regions.verify(self.entries, self.generations, self.lengths)
@@ -55,7 +60,6 @@ class KeyCalls:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._weights_epoch = 0
 
     @property
     def is_up(self) -> bool:
@@ -70,7 +74,7 @@ class KeyCalls:
     @property
     def weights_epoch(self) -> int:
         """Weights epoch that this handler stores and looks up under."""
-        return self._weights_epoch
+        return self._link.weights_epoch or 0
 
     def reserve(
         self,
@@ -96,7 +100,7 @@ class KeyCalls:
                 f"give one of each per key"
             )
         same_length = uniform or len(set(lengths)) == 1
-        epoch = self._weights_epoch if weights_epoch is None else weights_epoch
+        epoch = self._link.weights_epoch if weights_epoch is None else weights_epoch
         statuses, entries, generations = b"", array("I"), array("I")
         try:
             for part, wait in self._parts(count, session, timeout):
@@ -121,9 +125,7 @@ class KeyCalls:
             raise
         return Grants(session.epoch, session.id, keys, statuses, entries, generations, lengths)
 
-    def commit(
-        self, grants: Grants, indices: Sequence[int] | None = None, *, timeout: float | None = None
-    ) -> bytes:
+    def commit(self, grants: Grants, indices: Sequence[int] | None = None, *, timeout: float | None = None) -> bytes:
         """Publish and make visible what was written; a CommitStatus for each of ``indices`` (``None``: ``grants.new``).
 
         UNKNOWN: not visible, because of a reset meanwhile. When it raises, these grants are void: their pages go back
@@ -157,13 +159,11 @@ class KeyCalls:
         """Give reserved pages back without storing. Never blocks: delivered by the background thread. Idempotent."""
         self._put_back(grants, grants.new if indices is None else indices)
 
-    def probe(
-        self, keys: Sequence[bytes], *, weights_epoch: int | None = None, timeout: float | None = None
-    ) -> bytes:
+    def probe(self, keys: Sequence[bytes], *, weights_epoch: int | None = None, timeout: float | None = None) -> bytes:
         """A Presence for each key; nothing is leased, so it may be gone in the next moment."""
         return self._presences(Op.PROBE, keys, weights_epoch, timeout)
 
-    def delete(
+    def delete_keys(
         self, keys: Sequence[bytes], *, weights_epoch: int | None = None, timeout: float | None = None
     ) -> bytes:
         """Remove objects; a Presence for each key that says what was there. Leased bytes stay until released."""
@@ -176,7 +176,7 @@ class KeyCalls:
         session = self._link.up()
         keys = tuple(keys)
         builder = LeaseBuilder(session, keys)
-        epoch = self._weights_epoch if weights_epoch is None else weights_epoch
+        epoch = self._link.weights_epoch if weights_epoch is None else weights_epoch
         try:
             for part, wait in self._parts(len(keys), session, timeout):
                 arguments = [epoch, join_keys(keys[part.start : part.stop]), leading]
@@ -196,7 +196,7 @@ class KeyCalls:
         session = self._link.up()
         keys = tuple(keys)
         parts = [part for part, _ in self._parts(len(keys), session, None)]
-        epoch = self._weights_epoch if weights_epoch is None else weights_epoch
+        epoch = self._link.weights_epoch if weights_epoch is None else weights_epoch
         return PendingAcquire(self._link, session, keys, parts, leading, epoch)
 
     def release(self, lease: Lease) -> None:
@@ -221,17 +221,16 @@ class KeyCalls:
         """
         return self._link.session_of(epoch).regions.verify(entries, generations, lengths)
 
-    def adopt(
-        self, epoch: int, entries: Sequence[int], generations: Sequence[int], lengths: Sequence[int]
-    ) -> Located:
-        """Objects that another process of this engine leased; raises StaleEpoch when this handler is not in ``epoch``."""
+    def adopt(self, epoch: int, entries: Sequence[int], generations: Sequence[int], lengths: Sequence[int]) -> Located:
+        """Objects that another process of this engine leased; raises StaleEpoch in another epoch."""
         return Located(epoch, entries, generations, lengths, self._link.session_of(epoch).regions)
 
     def reset(self, *, timeout: float | None = None) -> int:
         """Drop everything in the namespace (new weights); the weights epoch that this handler uses from here on."""
         session = self._link.up()
-        self._weights_epoch = self._link.call(session, Op.RESET, [self._weights_epoch], _single_number, timeout)
-        return self._weights_epoch
+        current = self._link.call(session, Op.RESET, [self.weights_epoch], single_number, timeout)
+        self._link.weights_epoch = current
+        return current
 
     def ping(self, *, timeout: float | None = None) -> float:
         """Seconds of one round trip."""
@@ -246,7 +245,7 @@ class KeyCalls:
 
     def _presences(self, op: Op, keys: Sequence[bytes], weights_epoch: int | None, timeout: float | None) -> bytes:
         session = self._link.up()
-        epoch = self._weights_epoch if weights_epoch is None else weights_epoch
+        epoch = self._link.weights_epoch if weights_epoch is None else weights_epoch
         found = []
         for part, wait in self._parts(len(keys), session, timeout):
             parse = partial(_presence_column, count=len(part), op=op.name)
@@ -259,9 +258,7 @@ class KeyCalls:
         if items:
             self._link.defer((grants.epoch, grants.session), Op.ABORT, items)
 
-    def _parts(
-        self, count: int, session: Session, timeout: float | None
-    ) -> Iterator[tuple[range, float | None]]:
+    def _parts(self, count: int, session: Session, timeout: float | None) -> Iterator[tuple[range, float | None]]:
         """Slices of a batch that fit one message each, with the seconds that are left for it."""
         most = max(1, min(MAX_KEYS, (session.max_message - _MESSAGE_OVERHEAD) // _KEY_COST))
         if count <= most:
@@ -272,7 +269,9 @@ class KeyCalls:
         for start in range(0, count, most):
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
-                raise Unavailable(f"{count - start} of {count} keys were left when the {timeout} s for the call were over")
+                raise Unavailable(
+                    f"{count - start} of {count} keys were left when the {timeout} s for the call were over"
+                )
             yield range(start, min(start + most, count)), left
 
 
@@ -286,7 +285,8 @@ def _presence_column(results: list[Any], count: int, op: str) -> bytes:
     return presence_of(results[0], count)
 
 
-def _single_number(results: list[Any]) -> int:
+def single_number(results: list[Any]) -> int:
+    """The result of RESET, checked."""
     expect_results(results, 1, "RESET")
     if type(results[0]) is not int or results[0] < 0:
         raise ProtocolError(f"a weights epoch must be a number, got {results[0]!r}")

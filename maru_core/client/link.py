@@ -81,6 +81,8 @@ class Link:
         self.url = url
         self.request_timeout = request_timeout
         self.live: Session | None = None
+        #: Weights epoch of this handler; the first session sets it, and it outlives every server.
+        self.weights_epoch: int | None = None
         self.problem: MaruError = Unavailable(f"no Maru server has answered at {url} yet")
         self.fatal: MaruError | None = None
         self.settled = threading.Event()
@@ -187,7 +189,7 @@ class Link:
         self._inbox.put(Chore(holder, op, items))
 
     def voided(self, session: Session) -> MaruError:
-        """Why ``session`` is not the live one: StaleEpoch when another took its place, else what keeps the link down."""
+        """Why ``session`` is not live: StaleEpoch when another took its place, else what keeps the link down."""
         live = self.live
         if live is not None and live.holder != session.holder:
             return StaleEpoch(f"the Maru server at {self.url} restarted; what was held before is void")
@@ -333,7 +335,7 @@ class Link:
                     self.fatal = error
                     self.settled.set()
                 pause = RETRY_INTERVAL_REFUSED
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - the thread must outlive any fault, and says which
                 self._log.exception("maru link failed", url=self.url)
                 self._went_down(MaruError(f"the connection to {self.url} failed: {type(error).__name__}: {error}"))
                 pause = RETRY_INTERVAL_REFUSED
@@ -463,4 +465,3 @@ class Link:
 
 def _name_of(code: int) -> str:
     return Code(code).name if code in Code._value2member_map_ else f"code {code}"
-

@@ -73,7 +73,7 @@ class PendingAcquire:
         keys: tuple[bytes, ...],
         parts: list[range],
         leading: bool,
-        weights_epoch: int,
+        weights_epoch: int | None,
     ) -> None:
         self._link = link
         self._session = session
@@ -131,6 +131,7 @@ class PendingAcquire:
         if self._sent is not None:
             channel, request_id = self._sent
             self._link.give_up(channel, self._session, Op.ACQUIRE, request_id)
+            self._link.wake()  # an answer that is late may mean that the server is away
         if self._builder.ids:
             self._link.defer(self._session.holder, Op.RELEASE, self._builder.ids)
 
@@ -152,4 +153,3 @@ class PendingAcquire:
             self._link.defer(self._session.holder, Op.CANCEL, (self._sent[1],))
         if self._builder.ids:
             self._link.defer(self._session.holder, Op.RELEASE, self._builder.ids)
-

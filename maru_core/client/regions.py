@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from maru_core.client.columns import check_place
 from maru_core.contracts import Region, StorageBackend
-from maru_core.errors import StaleEpoch
+from maru_core.errors import BackendError, StaleEpoch
 from maru_core.pool_format import DIGEST_SIZE, HEADER_SIZE, HEADER_VIEW_OFFSET, State
 from maru_core.protocol.messages import PoolDescriptor
 
@@ -33,13 +33,10 @@ class Backends(Protocol):
 class Regions:
     """Pools, mapped when first used or all at once. Thread-safe; after :meth:`close` everything raises StaleEpoch."""
 
-    def __init__(
-        self, pools: Sequence[PoolDescriptor], host: Callable[[], Backends], digest: bytes, session: int
-    ) -> None:
+    def __init__(self, pools: Sequence[PoolDescriptor], host: Backends, digest: bytes) -> None:
         self._pools = tuple(pools)
         self._host = host
         self._digest = digest
-        self._session = session
         self._lock = threading.Lock()
         self._mapped: dict[int, Region] = {}
         self._closed = False
@@ -59,9 +56,8 @@ class Regions:
                 raise _gone()
             region = self._mapped.get(pool.pool)
             if region is None:
-                host = self._host()
-                region = host.backend(pool.backend).map_region(pool)
-                host.region_mapped(region)
+                region = self._host.backend(pool.backend).map_region(pool)
+                self._host.region_mapped(region)
                 self._mapped[pool.pool] = region
             return region
 
@@ -73,7 +69,9 @@ class Regions:
         try:
             region.acquire(offset, length)
             return region.buffer[offset : offset + length]
-        except ValueError:
+        except (ValueError, BackendError):
+            if not self._closed:
+                raise
             raise _gone() from None
 
     def publish(self, entries: Sequence[int], lengths: Sequence[int]) -> None:
@@ -96,7 +94,9 @@ class Regions:
                 end = offset + length
             if region is not None:
                 region.publish(start, end - start)
-        except ValueError:
+        except (ValueError, BackendError):
+            if not self._closed:
+                raise
             raise _gone() from None
 
     def verify(self, entries: Sequence[int], generations: Sequence[int], lengths: Sequence[int]) -> list[bool]:
@@ -113,7 +113,7 @@ class Regions:
                 region.acquire(offset, HEADER_SIZE)
                 proof = _PROOF.unpack_from(buffer, offset + HEADER_VIEW_OFFSET)
                 verdicts.append(proof == (State.READY, generation, length, self._digest))
-        except ValueError:
+        except (ValueError, BackendError):
             if not self._closed:
                 raise
             return [False] * len(entries)
@@ -124,11 +124,9 @@ class Regions:
         with self._lock:
             self._closed = True
             regions = list(self._mapped.values())
-        if regions:
-            host = self._host()
-            for region in regions:
-                host.region_unmapping(region)
-                region.close()
+        for region in regions:
+            self._host.region_unmapping(region)
+            region.close()
 
 
 def _gone() -> StaleEpoch:

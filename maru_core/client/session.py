@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from attrs import field, frozen
@@ -43,7 +43,7 @@ class Session:
 class Requester(Protocol):
     """Sends one request of a session that is being opened and returns the results of its reply."""
 
-    def __call__(self, op: Op, epoch: int, session: int, arguments: list[Any]) -> tuple[int, list[Any]]:
+    def __call__(self, op: Op, epoch: int, session_id: int, arguments: Sequence[Any], /) -> tuple[int, list[Any]]:
         """Answer the server's epoch and the results; raises MaruError."""
 
 
@@ -98,7 +98,7 @@ class ForkGuard:
 def open_session(
     request: Requester,
     guard: ForkGuard,
-    make_regions: Callable[[tuple[PoolDescriptor, ...], int], Regions],
+    make_regions: Callable[[tuple[PoolDescriptor, ...]], Regions],
     *,
     role: str,
     name: str,
@@ -131,7 +131,7 @@ def open_session(
             id=session,
             weights_epoch=weights_epoch,
             pools=pools,
-            regions=make_regions(pools, session),
+            regions=make_regions(pools),
             max_message=min(MAX_MESSAGE, limits[0]),
             server_version=str(server[0]),
             server_pid=int(server[1]),
