@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,16 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.vllm.mini_engine import Engine
+
+
+@pytest.fixture(autouse=True)
+def vllm_leaves_no_environment() -> Iterator[None]:
+    """vLLM exports variables of its own when it builds a configuration."""
+    saved = dict(os.environ)
+    yield
+    for name in os.environ.keys() - saved.keys():
+        del os.environ[name]
+    os.environ.update(saved)
 
 
 @pytest.fixture(scope="session")
@@ -20,11 +31,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def engine_on(model_folder: str) -> Iterator[Callable[..., Engine]]:
+def engine_on(model_folder: str) -> Callable[..., Engine]:
     """``engine_on(store, **options)`` makes a mini engine on a fake store."""
     from tests.vllm.mini_engine import make_engine
 
     def make(store: Any, **options: Any) -> Engine:
         return make_engine(store, model_folder, **options)
 
-    yield make
+    return make

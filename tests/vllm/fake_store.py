@@ -171,7 +171,8 @@ class FakeHandler:
     ) -> Grants:
         if not self.store.up:
             raise Unavailable("injected: the server is away")
-        assert parents is not None and len(parents) == len(keys)
+        assert parents is not None
+        assert len(parents) == len(keys)
         statuses = bytearray(len(keys))
         entries = array("I", [0] * len(keys))
         generations = array("I", [0] * len(keys))

@@ -108,6 +108,8 @@ class Engine:
     #: Runs between the worker's results and the scheduler's look at them, as vLLM's abort queue does.
     between: Callable[[], None] | None = None
     preemptions: int = 0
+    #: External tokens that vLLM took, by request.
+    external: dict[str, int] = field(factory=dict)
 
     def add(self, name: str, prompt: Sequence[int], max_tokens: int = 3, **fields: Any) -> Request:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -295,7 +297,15 @@ def make_engine(
         log_timing=False,
     )
     side.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
-    return Engine(scheduler, side, worker, store, caches, get_request_block_hasher(BLOCK, hash_fn))
+    engine = Engine(scheduler, side, worker, store, caches, get_request_block_hasher(BLOCK, hash_fn))
+    after_alloc = side.update_state_after_alloc
+
+    def count(request: Request, blocks: Any, external: int) -> None:
+        engine.external[request.request_id] = engine.external.get(request.request_id, 0) + external
+        after_alloc(request, blocks, external)
+
+    side.update_state_after_alloc = count  # type: ignore[method-assign]
+    return engine
 
 
 def check_store(store: FakeStore, prompts: Sequence[Sequence[int]], root_of: Callable[[Sequence[int]], Any]) -> int:
