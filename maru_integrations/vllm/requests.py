@@ -95,8 +95,18 @@ class BadBlocks:
             else:
                 self.written[block] = done
 
-    def first_in(self, blocks: list[int]) -> int | None:
-        """Index of the first bad block of a table, ``None`` when all are good."""
+    def first_in(self, blocks: list[int], tokens: int | None = None) -> int | None:
+        """Index of the first bad block of a table, among its first ``tokens`` tokens; ``None`` when all are good.
+
+        A block that is half written again is good for a request that attends to that half only.
+        """
         if not self.written:
             return None
-        return next((index for index, block in enumerate(blocks) if block in self.written), None)
+        end = len(blocks) * self.block_size if tokens is None else tokens
+        for index, block in enumerate(blocks):
+            needed = min(self.block_size, end - index * self.block_size)
+            if needed <= 0:
+                break
+            if self.written.get(block, needed) < needed:
+                return index
+        return None

@@ -216,7 +216,7 @@ class MaruScheduler:
         """Chunks that this step completes. A block fills on a step that allocates nothing, too."""
         chunk_tokens, block_size = self._settings.chunk_tokens, self._settings.block_size
         end = computed + count
-        bad = self._bad.first_in(state.blocks[: -(-end // block_size)])
+        bad = self._bad.first_in(state.blocks, end)
         if bad is not None:
             state.tainted = True
             self._forget_cached(state.blocks[bad:])

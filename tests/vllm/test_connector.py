@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from maru_core.keys import KeyChain
 from tests.vllm.fake_store import FakeStore
-from tests.vllm.mini_engine import BLOCK, CHUNK, Engine, chain, check_store, reference
+from tests.vllm.mini_engine import BLOCK, CHUNK, HEADS, SIZE, Engine, chain, check_store, reference
 
 EngineOn = Callable[..., Engine]
 PARKED = {"maru_async_load": True}
@@ -117,6 +117,13 @@ def test_a_load_never_touches_local_blocks(engine_on: EngineOn, local_blocks: in
         engine.add("local", tokens[: local_blocks * BLOCK + 1], max_tokens=1)
         engine.run()
         engine.store.up = True
+    # What the pool holds for the local blocks' tokens is changed, so that a load that touches them shows.
+    for index, key in enumerate(keys_of(engine, tokens)):
+        planes = memoryview(store.objects[key].data).cast("B", (4, CHUNK, HEADS * SIZE * 2))
+        for slot in range(max(0, min(CHUNK, local_blocks * BLOCK - index * CHUNK))):
+            for plane in range(4):
+                for byte in range(HEADS * SIZE * 2):
+                    planes[plane, slot, byte] = 0x77
     before = [cache.clone() for cache in engine.caches]
     engine.add("b", tokens, max_tokens=1)
     engine.step()
@@ -161,6 +168,22 @@ def test_a_failed_load_is_recomputed_and_does_not_spread(
 
 
 @pytest.mark.parametrize("extra", [{}, PARKED], ids=["sync", "parked"])
+def test_what_was_recomputed_after_a_failed_load_is_stored_again(engine_on: EngineOn, extra: dict[str, Any]) -> None:
+    """The object was lost, so the recomputed chunk takes its place; chunks before it are not copied again."""
+    store, tokens = FakeStore(), prompt(150)
+    warm(engine_on, store, tokens)
+    engine = engine_on(store, extra=extra)
+    victim = store.objects[keys_of(engine, tokens)[1]]
+    store.lost.add(victim.entry)
+    engine.add("b", tokens)
+    engine.between = lambda: store.drop(victim.key)
+    engine.run()
+    assert engine.answers["b"] == reference(tokens, 3)
+    assert store.objects[victim.key].entry != victim.entry
+    assert check_store(store, [tokens], lambda t: keys_of(engine, t)) == 4
+
+
+@pytest.mark.parametrize("extra", [{}, PARKED], ids=["sync", "parked"])
 def test_a_load_that_raises_is_recomputed(engine_on: EngineOn, extra: dict[str, Any]) -> None:
     """An I/O error in the middle of a load is a miss."""
     store, tokens = FakeStore(), prompt(150)
@@ -194,6 +217,36 @@ def test_an_aborted_failed_load_leaves_nothing_in_vllms_cache(engine_on: EngineO
     assert engine.answers["c"] == reference(tokens, 3)
     assert "c" not in engine.poisoned
     assert engine.free_blocks() == free
+
+
+def test_blocks_computed_on_an_aborted_failed_load_are_gone_too(engine_on: EngineOn) -> None:
+    """Two requests of one step share the failed prefix and both are aborted: what they computed behind it is bad KV."""
+    store, tokens = FakeStore(), prompt(200)
+    warm(engine_on, store, tokens[:129])
+    engine = engine_on(store, budget=512)
+    other = tokens[:130] + prompt(60, seed=3)
+    for found in store.objects.values():
+        store.lost.add(found.entry)
+        found.data[:] = b"\x55" * len(found.data)
+    engine.add("b", tokens)
+    engine.add("c", other)
+
+    def abort_both() -> None:
+        engine.abort("b")
+        engine.abort("c")
+
+    engine.between = abort_both
+    engine.step()
+    engine.poisoned.clear()
+    store.up = False
+    # The prefix is computed again; only then are the blocks behind it reachable in vLLM's prefix cache.
+    engine.add("prefix", tokens[:129])
+    engine.run()
+    for name, text in (("d", tokens), ("e", other)):
+        engine.add(name, text)
+        engine.run()
+        assert engine.answers[name] == reference(text, 3)
+    assert not engine.poisoned
 
 
 def test_a_request_that_shares_failed_blocks_is_not_served_from_them(engine_on: EngineOn) -> None:
@@ -293,6 +346,55 @@ def test_many_parked_requests_never_stall(engine_on: EngineOn, extra: dict[str, 
     for index, tokens in enumerate(prompts):
         assert engine.answers[f"r{index}"] == reference(tokens, 20)
     settled(engine, 63)
+
+
+def test_the_next_hit_is_parked_as_soon_as_the_first_runs(engine_on: EngineOn) -> None:
+    """One at a time is for loading: a long answer of the first does not keep the second waiting."""
+    store = FakeStore()
+    first, second = prompt(80, 1), prompt(80, 2)
+    warm(engine_on, store, first, second)
+    engine = engine_on(store, extra=PARKED)
+    engine.add("long", first, max_tokens=100)
+    engine.add("short", second, max_tokens=2)
+    for _ in range(12):
+        engine.step()
+    assert engine.answers["short"] == reference(second, 2)
+    assert len(engine.answers["long"]) < 100
+    engine.run()
+    settled(engine, 63)
+
+
+class Table:
+    """What ``update_state_after_alloc`` gets."""
+
+    def __init__(self, count: int) -> None:
+        self.ids = list(range(1, count + 1))
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return (self.ids,)
+
+
+def test_vllm_decides_how_much_of_a_promise_it_takes(engine_on: EngineOn) -> None:
+    """``num_external_tokens`` counts, not our answer: 0 ends the lease, after a grown local hit the rest is loaded."""
+    store, tokens = FakeStore(), prompt(150)
+    warm(engine_on, store, tokens)
+    engine = engine_on(store)
+    request = engine.add("b", tokens)
+    assert engine.side.get_num_new_matched_tokens(request, 0) == (128, False)
+    assert engine.side.get_num_new_matched_tokens(request, 80) == (48, False)
+    assert len(store.leases) == 1
+    engine.side._scheduler.after_alloc(request, Table(10), 48)
+    (op,) = engine.side._scheduler.take_loads()
+    keys = keys_of(engine, tokens)
+    assert (op.chunk, op.first, op.last) == (2, 80, 128)
+    assert list(op.entries) == [store.objects[key].entry for key in keys[2:4]]
+    assert list(op.blocks) == [5, 6, 7, 8]
+    other = engine.add("c", tokens)
+    assert engine.side.get_num_new_matched_tokens(other, 0) == (128, False)
+    assert len(store.leases) == 2
+    engine.side.update_state_after_alloc(other, Table(10), 0)
+    assert len(store.leases) == 1
+    assert not engine.side._guard.caught
 
 
 def test_a_slow_lookup_is_asked_again_then_a_miss(engine_on: EngineOn) -> None:
@@ -439,7 +541,10 @@ def test_prompt_logprobs_need_every_position(engine_on: EngineOn) -> None:
     assert engine.side.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
-def test_internal_faults_are_misses(engine_on: EngineOn, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("extra", [{}, PARKED], ids=["sync", "parked"])
+def test_internal_faults_are_misses(
+    engine_on: EngineOn, monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any]
+) -> None:
     """Whatever raises inside any hook, the engine answers right and stays alive."""
     store, tokens = FakeStore(), prompt(100)
     warm(engine_on, store, tokens)
@@ -448,7 +553,7 @@ def test_internal_faults_are_misses(engine_on: EngineOn, monkeypatch: pytest.Mon
         raise RuntimeError("injected")
 
     for name in ("match", "after_alloc", "_plan_load", "plan_stores", "worker_output", "finished"):
-        engine = engine_on(store)
+        engine = engine_on(store, extra=extra)
         free = engine.free_blocks()
         monkeypatch.setattr(engine.side._scheduler, name, boom)
         engine.add("r", tokens)
@@ -456,12 +561,12 @@ def test_internal_faults_are_misses(engine_on: EngineOn, monkeypatch: pytest.Mon
         assert engine.answers["r"] == reference(tokens, 3), name
         assert engine.free_blocks() == free
     for name in ("_load", "_store"):
-        engine = engine_on(store)
+        engine = engine_on(store, extra=extra)
         monkeypatch.setattr(engine.worker._worker, name, boom)
         engine.add("r", tokens)
         engine.run()
         assert engine.answers["r"] == reference(tokens, 3), name
-    engine = engine_on(store)
+    engine = engine_on(store, extra=extra)
     engine.worker._worker = None
     engine.add("r", tokens)
     engine.run()
