@@ -17,7 +17,7 @@ from itertools import repeat
 from maru_core.pool_format import NO_KEY, State
 from maru_core.protocol.messages import NO_ENTRY, CommitStatus, Presence, ReserveStatus
 from maru_core.server.arena import Arena
-from maru_core.server.namespaces import NamespaceState, Namespaces
+from maru_core.server.namespaces import Namespaces, NamespaceState
 from maru_core.server.sessions import Session
 
 _FREE, _RESERVED, _READY, _RETIRING = (int(state) for state in State)

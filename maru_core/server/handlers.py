@@ -90,6 +90,8 @@ class Handlers:
     epoch: int
     pid: int
     clock: Callable[[], float]
+    #: The most seconds that one turn of the loop took: one message and one slice.
+    longest_turn: float = 0.0
     _leases: count[int] = field(init=False, factory=lambda: count(1))
     _pack: Callable[[Any], bytes] = field(init=False)
     _operations: dict[int, Callable[[Session, int, list[Any]], Steps]] = field(init=False)
@@ -100,7 +102,9 @@ class Handlers:
         self._pack = msgpack.Packer(use_bin_type=True).pack
         self._started = self.clock()
         self._log = structlog.get_logger(__name__)
-        self.directory.counters.update(expired_sessions=0, bad_requests=0, cancelled=0, internal_errors=0)
+        self.directory.counters.update(
+            dict.fromkeys(("expired_sessions", "bad_requests", "cancelled", "internal_errors", "replies_dropped"), 0)
+        )
         self._operations = {
             Op.ATTACH: self._attach,
             Op.RESERVE: self._reserve,
@@ -184,6 +188,7 @@ class Handlers:
             "pid": self.pid,
             "epoch": self.epoch,
             "uptime_s": self.clock() - self._started,
+            "longest_turn_s": self.longest_turn,
         }
         return stats.collect(server, self.directory, self.sessions)
 
@@ -442,7 +447,7 @@ class Handlers:
         hidden = self.directory.reset(namespace, weights_epoch)
         # The answer is the epoch that began here, even if another reset follows while this one still frees.
         current = namespace.weights_epoch
-        while hidden and not self.directory.drain(namespace, hidden, SLICE):
+        while hidden is not None and not self.directory.drain(namespace, hidden, SLICE):
             yield
         return [current]
 

@@ -15,10 +15,10 @@ from maru_core.pool_format import (
     HEADER_CHECKSUM_OFFSET,
     HEADER_SIZE,
     HEADER_VIEW_OFFSET,
+    Header,
     State,
     unpack_header,
 )
-from maru_core.pool_format import Header as Header
 
 _WORDS = HEADER_SIZE // 4
 _CRC_GAP = bytes(4)
@@ -110,3 +110,8 @@ class HeaderTable:
         """The header of ``entry``; ``None`` when its CRC does not hold."""
         at = (entry - self._base) * HEADER_SIZE
         return unpack_header(self._bytes[at : at + HEADER_SIZE])
+
+    def release(self) -> None:
+        """Let go of the memory, so that the pool can be unmapped."""
+        self._words.release()
+        self._bytes.release()
