@@ -16,7 +16,10 @@ class EvictionPolicy(Protocol):
     """Order of eviction in one pool. Objects are named by their first entry. Every call is O(1) per object."""
 
     def add(self, entries: Iterable[int]) -> None:
-        """These became evictable, or were used while they were: the last one is the most valuable."""
+        """These became evictable just now: the last one is the most valuable."""
+
+    def touch(self, entries: Iterable[int]) -> None:
+        """These were used while they were held or parked: the last one is the most valuable."""
 
     def remove(self, entries: Iterable[int]) -> None:
         """These are leased or gone. Entries that the policy does not hold are ignored."""
@@ -28,7 +31,7 @@ class EvictionPolicy(Protocol):
         """Victims of ``pop`` that were not evicted: they are the next victims again, in this order."""
 
     def park(self, entry: int) -> None:
-        """A victim of ``pop`` has children. Do not offer it again before ``unpark`` or ``add``."""
+        """A victim of ``pop`` has children. Do not offer it again before ``unpark`` or ``touch``."""
 
     def unpark(self, entry: int) -> None:
         """The last child of ``entry`` is gone; ignored unless it is parked."""
@@ -49,21 +52,20 @@ class LeastRecentlyUsed:
         self._parked: set[int] = set()
 
     def add(self, entries: Iterable[int]) -> None:
-        order, parked = self._order, self._parked
+        self._order.update(dict.fromkeys(entries))
+
+    def touch(self, entries: Iterable[int]) -> None:
         for entry in entries:
-            if entry in order:
-                order.move_to_end(entry)
-            else:
-                order[entry] = None
-        if parked:
-            parked.difference_update(entries)
+            self._order[entry] = None
+            self._order.move_to_end(entry)
+            self._parked.discard(entry)
 
     def remove(self, entries: Iterable[int]) -> None:
-        forget, parked = self._order.pop, self._parked
+        forget = self._order.pop
         for entry in entries:
             forget(entry, None)
-        if parked:
-            parked.difference_update(entries)
+        if self._parked:
+            self._parked.difference_update(entries)
 
     def pop(self, count: int) -> list[int]:
         order = self._order

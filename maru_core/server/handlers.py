@@ -18,6 +18,7 @@ from attrs import define, field
 
 from maru_core import __version__
 from maru_core.errors import ProtocolError
+from maru_core.pool_format import KEY_SIZE
 from maru_core.protocol.codec import decode, describe, unpack_u64
 from maru_core.protocol.messages import MAX_MESSAGE, NO_ENTRY, Code, Op, Presence, ReserveStatus
 from maru_core.protocol.version import PROTOCOL_VERSION
@@ -292,8 +293,9 @@ class Handlers:
         weights_epoch, keys, parents, length = requests.arguments(raw, 4)
         requests.number(weights_epoch, "weights epoch")
         total = requests.key_count(keys)
-        if type(parents) is not bytes or len(parents) not in (0, len(keys)):
-            raise ProtocolError(f"parents must be empty or as many as keys ({total}), got {describe(parents)}")
+        if type(parents) is not bytes or len(parents) not in (0, KEY_SIZE, len(keys)):
+            raise ProtocolError(f"parents must be none, one, or as many as keys ({total}), got {describe(parents)}")
+        chain = len(parents) == KEY_SIZE
         sizes = requests.lengths(length, total)
         statuses, entries, generations = bytearray(), array("I"), array("I")
         for at in range(0, total, SLICE):
@@ -303,7 +305,11 @@ class Handlers:
                 entries.extend([NO_ENTRY] * len(part))
                 generations.extend([0] * len(part))
             else:
-                part_parents = requests.key_slice(parents, at, SLICE)
+                part_parents: tuple[bytes, ...]
+                if chain:
+                    part_parents = (parents if at == 0 else keys[(at - 1) * KEY_SIZE : at * KEY_SIZE],)
+                else:
+                    part_parents = requests.key_slice(parents, at, SLICE)
                 part_sizes = sizes if type(sizes) is int else sizes[at : at + SLICE]  # type: ignore[index]
                 got = self.directory.reserve(session, part, part_parents, part_sizes)
                 statuses += got[0]
@@ -319,11 +325,12 @@ class Handlers:
             session.remember(request, ReserveUndo(*mine))
         return [bytes(statuses), entries.tobytes(), generations.tobytes()]
 
-    def _give_back(self, session: Session, entries: list[int], generations: list[int]) -> Generator[None, None, None]:
+    def _give_back(self, session: Session, entries: array[int], generations: array[int]) -> Generator[None, None, None]:
         for at in range(0, len(entries), SLICE):
             if session.closed:
                 return
-            self.directory.abort(session, entries[at : at + SLICE], generations[at : at + SLICE])
+            part = slice(at, at + SLICE)
+            self.directory.abort(session, entries[part].tolist(), generations[part].tolist())
             yield
 
     def _commit(self, session: Session, request: int, raw: list[Any]) -> Steps:
@@ -459,9 +466,9 @@ _ATTACHED_ONLY = frozenset(
 )
 
 
-def _taken(statuses: bytearray, entries: array[int], generations: array[int]) -> tuple[list[int], list[int]]:
+def _taken(statuses: bytearray, entries: array[int], generations: array[int]) -> tuple[array[int], array[int]]:
     """Entries and generations of the keys that were answered NEW."""
     if not any(statuses):
-        return entries.tolist(), generations.tolist()
+        return entries, generations
     new = [at for at, status in enumerate(statuses) if status == ReserveStatus.NEW]
-    return [entries[at] for at in new], [generations[at] for at in new]
+    return array("I", [entries[at] for at in new]), array("I", [generations[at] for at in new])

@@ -62,25 +62,29 @@ class ServerLoop:
 
     def run(self) -> None:
         """Serve."""
-        handlers, tasks, receive, clock = self._handlers, self._tasks, self._socket.recv_multipart, self._clock
+        handlers, tasks, receive, clock = self._handlers, self._tasks, self._socket.recv, self._clock
+        more = self._socket.getsockopt
         busy_since = clock()
         next_sweep = busy_since + SWEEP_INTERVAL
         while not self._stopping:
+            peer, frame = b"", None
             try:
-                frames = receive(zmq.NOBLOCK if tasks else 0)
+                peer = receive(zmq.NOBLOCK if tasks else 0)
+                frame = receive()
             except zmq.Again:
-                frames = None
+                pass
             started = clock()
-            if frames is not None:
-                if len(frames) == 2:
-                    outcome = handlers.handle(frames[1])
-                    if type(outcome) is bytes:
-                        self._send(frames[0], outcome)
-                    elif outcome is not None:
-                        tasks.append((frames[0], outcome))  # type: ignore[arg-type]
-                else:
+            if frame is not None:
+                if more(zmq.RCVMORE):
+                    self._socket.recv_multipart()
                     handlers.directory.counters["bad_requests"] += 1
-                frames = None
+                else:
+                    outcome = handlers.handle(frame)
+                    if type(outcome) is bytes:
+                        self._send(peer, outcome)
+                    elif outcome is not None:
+                        tasks.append((peer, outcome))
+                frame = None
             if tasks:
                 peer, task = tasks.popleft()
                 if not task.advance():
@@ -105,7 +109,8 @@ class ServerLoop:
 
     def _send(self, peer: bytes, reply: bytes) -> None:
         try:
-            self._socket.send_multipart((peer, reply), zmq.NOBLOCK)
+            self._socket.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
+            self._socket.send(reply, zmq.NOBLOCK)
         except zmq.ZMQError:
             # The peer is gone or does not read; it will time out and cancel. Nobody else waits for it.
             self._handlers.directory.counters["replies_dropped"] += 1
