@@ -34,6 +34,7 @@ import zmq
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from maru_core.pool_format import NO_KEY  # noqa: E402
 from maru_core.protocol import PROTOCOL_VERSION, Code, Op  # noqa: E402
 from maru_core.protocol.codec import column_u8, pack_u32, pack_u64, unpack_u32, unpack_u64  # noqa: E402
 
@@ -70,10 +71,10 @@ class ProtocolClient:
             self._epoch, self._session, self._path = reply[1], reply[3], reply[4]
         return reply[3:]
 
-    def reserve(self, keys: Sequence[bytes], parents: Sequence[bytes]) -> Any:
-        """Statuses, entries, generations."""
+    def reserve(self, keys: Sequence[bytes], parent: bytes = b"") -> Any:
+        """Statuses, entries, generations; with ``parent`` the keys are a chain that continues it."""
         count = len(keys)
-        statuses, entries, generations = self._call(Op.RESERVE, 0, b"".join(keys), b"".join(parents), GRANULE)
+        statuses, entries, generations = self._call(Op.RESERVE, 0, b"".join(keys), parent, GRANULE)
         return column_u8(statuses, count), unpack_u32(entries, count), unpack_u32(generations, count)
 
     def commit(self, grants: Any) -> Any:
@@ -184,9 +185,8 @@ def measure_operations(url: str, echo_url: str, rounds: int) -> dict[str, dict[s
         for _ in range(rounds):
             blob = secrets.token_bytes(32 * BATCH)
             keys = [blob[at : at + 32] for at in range(0, len(blob), 32)]
-            parents = [bytes(32), *keys[:-1]]
             timed(times["echo"], bounce)
-            grants = timed(times["reserve"], client.reserve, keys, parents)
+            grants = timed(times["reserve"], client.reserve, keys, NO_KEY)
             timed(times["commit"], client.commit, grants)
             lease = timed(times["acquire"], client.acquire, keys)
             client.release(lease)
@@ -223,7 +223,7 @@ def measure_fairness(url: str, seconds: float) -> dict[str, float]:
 
     def bother() -> None:
         while not stop.is_set():
-            grants = greedy.reserve(many, [])
+            grants = greedy.reserve(many)
             greedy.commit(grants)
             greedy.probe(many)
             lease = greedy.acquire(many)

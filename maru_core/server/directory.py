@@ -44,6 +44,7 @@ class Directory:
         )
         self._bases = [arena.base for arena in self.arenas]
         self._lease_limits = [int((arena.end - arena.base) * lease_share) for arena in self.arenas]
+        self._longest = max((arena.end - arena.base) * arena.granule for arena in self.arenas)
         self._single = self.arenas[0] if len(self.arenas) == 1 else None
         self.total = total = self.arenas[-1].end
         # Indexed by first entry. ``tail`` is indexed by *last* entry and leads back to the first.
@@ -114,7 +115,7 @@ class Directory:
     def _reserve_new(self, session: Session, keys: Sequence[bytes], parents: Sequence[bytes], length: int) -> Reserved:
         """Keys that differ and are not in the index, all of one length."""
         count = len(keys)
-        if length <= 0 or all(arena.pages_for(length) > arena.end - arena.base for arena in self.arenas):
+        if not 0 < length <= self._longest:
             nowhere = array("I", [NO_ENTRY]) * count
             return bytearray([ReserveStatus.REFUSED]) * count, nowhere, array("I", bytes(4 * count))
         namespace = session.namespace
@@ -138,7 +139,11 @@ class Directory:
             part = keys[done : done + pieces]
             taken = pieces * pages
             first = slice(start, start + taken, pages)
-            fresh = array("I", [generation % _MAX_GENERATION + 1 for generation in self.generation[first]])
+            before = self.generation[first]
+            if before.count(before[0]) == pieces:
+                fresh = array("I", [before[0] % _MAX_GENERATION + 1]) * pieces
+            else:
+                fresh = array("I", [generation % _MAX_GENERATION + 1 for generation in before])
             firsts = array("I", range(start, start + taken, pages))
             self.generation[first] = fresh
             self.pages[first] = array("I", [pages]) * pieces

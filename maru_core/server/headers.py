@@ -57,7 +57,10 @@ class HeaderTable:
             for generation in set(generations)
         }
         pieces: list[bytes] = [_CRC_GAP] * (4 * count)
-        pieces[1::4] = [prefixes[generation] for generation in generations]
+        if len(prefixes) == 1:
+            pieces[1::4] = [*prefixes.values()] * count
+        else:
+            pieces[1::4] = [prefixes[generation] for generation in generations]
         pieces[2::4] = keys
         pieces[3::4] = parents
         headers = b"".join(pieces)

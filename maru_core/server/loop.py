@@ -80,10 +80,10 @@ class ServerLoop:
                     handlers.directory.counters["bad_requests"] += 1
                 else:
                     outcome = handlers.handle(frame)
-                    if type(outcome) is bytes:
-                        self._send(peer, outcome)
-                    elif outcome is not None:
+                    if isinstance(outcome, Task):
                         tasks.append((peer, outcome))
+                    elif outcome is not None:
+                        self._send(peer, outcome)
                 frame = None
             if tasks:
                 peer, task = tasks.popleft()
