@@ -569,25 +569,31 @@ class Directory:
         if not entries:
             del session.leases[lease]
         held = session.held
-        ended = []
-        for entry in reversed(part):
-            count = held[entry] - 1
-            if count:
-                held[entry] = count
-            else:
+        part.reverse()
+        counts = list(map(held.__getitem__, part))
+        if counts.count(1) == len(part):
+            ended = part
+            for entry in ended:
                 del held[entry]
-                ended.append(entry)
+        else:
+            ended = []
+            for entry in part:
+                held[entry] -= 1
+                if not held[entry]:
+                    del held[entry]
+                    ended.append(entry)
         self._stop_reading(session, ended)
         return True, not entries
 
     def _stop_reading(self, session: Session, ended: list[int]) -> None:
         readers, pages, state = self.readers, self.pages, self.state
         for arena, part in self._by_arena(ended):
-            session.leased_pages[arena.number] -= sum([pages[entry] for entry in part])
+            taken = sum([pages[entry] for entry in part])
+            session.leased_pages[arena.number] -= taken
             for entry in part:
                 readers[entry] -= 1
             last = [entry for entry in part if not readers[entry]]
-            arena.leased -= sum([pages[entry] for entry in last])
+            arena.leased -= taken if len(last) == len(part) else sum([pages[entry] for entry in last])
             ready = [entry for entry in last if state[entry] == _READY]
             arena.policy.add(ready)
             if len(ready) != len(last):

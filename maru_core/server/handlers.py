@@ -312,9 +312,12 @@ class Handlers:
                     part_parents = requests.key_slice(parents, at, SLICE)
                 part_sizes = sizes if type(sizes) is int else sizes[at : at + SLICE]  # type: ignore[index]
                 got = self.directory.reserve(session, part, part_parents, part_sizes)
-                statuses += got[0]
-                entries += got[1]
-                generations += got[2]
+                if at:
+                    statuses += got[0]
+                    entries += got[1]
+                    generations += got[2]
+                else:
+                    statuses, entries, generations = got
             if at + SLICE < total:
                 yield
                 if not self._go_on(session, request):
@@ -323,7 +326,7 @@ class Handlers:
         mine = _taken(statuses, entries, generations)
         if mine[0]:
             session.remember(request, ReserveUndo(*mine))
-        return [bytes(statuses), entries.tobytes(), generations.tobytes()]
+        return [statuses, entries.tobytes(), generations.tobytes()]
 
     def _give_back(self, session: Session, entries: array[int], generations: array[int]) -> Generator[None, None, None]:
         for at in range(0, len(entries), SLICE):
@@ -345,7 +348,7 @@ class Handlers:
             statuses += self.directory.commit(
                 session, entries[part].tolist(), generations[part].tolist(), checksums[part]
             )
-        return [bytes(statuses)]
+        return [statuses]
 
     def _abort(self, session: Session, request: int, raw: list[Any]) -> Steps:
         entries, generations = requests.handles(*requests.arguments(raw, 2))
@@ -356,7 +359,7 @@ class Handlers:
                 self._go_on(session, request)
             part = slice(at, at + SLICE)
             statuses += self.directory.abort(session, entries[part].tolist(), generations[part].tolist())
-        return [bytes(statuses)]
+        return [statuses]
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -372,7 +375,7 @@ class Handlers:
             part = requests.key_slice(keys, at, SLICE)
             current = weights_epoch == session.namespace.weights_epoch
             statuses += self.directory.probe(session, part) if current else bytes(len(part))
-        return [bytes(statuses)]
+        return [statuses]
 
     def _acquire(self, session: Session, request: int, raw: list[Any]) -> Steps:
         weights_epoch, keys, leading = requests.arguments(raw, 3)
@@ -393,10 +396,13 @@ class Handlers:
                 lengths.extend([0] * len(part))
             else:
                 got = self.directory.acquire(session, lease, part, leading)
-                statuses += got[0]
-                entries += got[1]
-                generations += got[2]
-                lengths += got[3]
+                if at:
+                    statuses += got[0]
+                    entries += got[1]
+                    generations += got[2]
+                    lengths += got[3]
+                else:
+                    statuses, entries, generations, lengths = got
             if at + SLICE < total:
                 yield
                 if not self._go_on(session, request):
@@ -406,7 +412,7 @@ class Handlers:
             session.remember(request, AcquireUndo(lease))
         else:
             lease = 0
-        return [lease, bytes(statuses), entries.tobytes(), generations.tobytes(), lengths.tobytes()]
+        return [lease, statuses, entries.tobytes(), generations.tobytes(), lengths.tobytes()]
 
     def _end_lease(self, session: Session, lease: int) -> Generator[None, None, bool]:
         """Release all of a lease; returns whether it was known."""
@@ -432,7 +438,7 @@ class Handlers:
                 worked = 0
             known = yield from self._end_lease(session, lease)
             statuses.append(not known)
-        return [bytes(statuses)]
+        return [statuses]
 
     def _delete(self, session: Session, request: int, raw: list[Any]) -> Steps:
         weights_epoch, keys = requests.arguments(raw, 2)
@@ -446,7 +452,7 @@ class Handlers:
             part = requests.key_slice(keys, at, SLICE)
             current = weights_epoch == session.namespace.weights_epoch
             statuses += self.directory.delete(session, part) if current else bytes(len(part))
-        return [bytes(statuses)]
+        return [statuses]
 
     def _reset(self, session: Session, request: int, raw: list[Any]) -> Steps:
         weights_epoch = requests.number(requests.arguments(raw, 1)[0], "weights epoch")
