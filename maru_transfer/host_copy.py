@@ -116,22 +116,24 @@ class _Box:
     def pages(self, memory: Array, group: LayerGroup, piece: Piece) -> Array:
         plane = self._plane
         first = plane.offset + piece.block * plane.block + piece.slot * plane.token
-        return np.ndarray(
+        pages: Array = np.ndarray(
             (group.count, piece.count, *self._shape),
             self._dtype,
             memory.data,
             group.offset + first * self._size,
             (group.stride, plane.token * self._size, *self._device),
         )
+        return pages
 
     def object(self, buffer: memoryview, group: LayerGroup, piece: Piece) -> Array:
-        return np.ndarray(
+        stored: Array = np.ndarray(
             (group.count, piece.count, *self._shape),
             self._dtype,
             buffer,
             self._plane_offset + group.first * self._layer_bytes + piece.token * self._token_bytes,
             (self._layer_bytes, self._token_bytes, *self._host),
         )
+        return stored
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Array:

@@ -6,6 +6,7 @@ backends (on the CPU also instruction sets) whose packing a test has verified.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ BLOCKS_FIRST = frozenset({"FLASHINFER", "TRITON_ATTN"})
 PACKED = PLANES_FIRST | BLOCKS_FIRST
 
 #: MLA backends that keep one plain latent vector per token.
-LATENT = frozenset({"TRITON_MLA", "FLASHMLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CPU_MLA"})
+LATENT = frozenset({"TRITON_MLA", "FLASHMLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA"})
 
 #: Instruction sets for which the CPU backend's pages hold, per head, K as ``[head_size, tokens]``, then V as
 #: ``[tokens, head_size]``.
@@ -57,7 +58,7 @@ def layer_index(name: str) -> int:
 def true_layer_order(names: Sequence[str]) -> tuple[str, ...]:
     """Layer names sorted by their true index; raises LayoutError when two share one or one has none."""
     ordered = sorted(names, key=layer_index)
-    for before, after in zip(ordered, ordered[1:], strict=False):
+    for before, after in itertools.pairwise(ordered):
         if layer_index(before) == layer_index(after):
             raise LayoutError(f"layers {before!r} and {after!r} have the same index; their order is unknown")
     return tuple(ordered)
@@ -129,9 +130,7 @@ def _planes(
         return tuple(_Axes(plane * planes[1], blocks, tokens, kv_heads, dims) for plane in range(2))
     if len(axes) == 4 and backend in PACKED and (axes[1][0], axes[3][0]) == (heads, 2 * head_size):
         blocks, kv_heads, tokens, (_, step) = axes
-        return tuple(
-            _Axes(plane * head_size * step, blocks, tokens, kv_heads, (head_size, step)) for plane in range(2)
-        )
+        return tuple(_Axes(plane * head_size * step, blocks, tokens, kv_heads, (head_size, step)) for plane in range(2))
     if len(axes) == 4 and backend == "CPU_ATTN" and (axes[1][0], axes[3][0]) == (heads, 2 * head_size):
         blocks, kv_heads, (count, row), (_, step) = axes
         if isa not in TRANSPOSED_K_ISAS or step != 1 or row != 2 * head_size:
