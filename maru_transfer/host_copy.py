@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -39,8 +40,8 @@ class HostTransfer:
         self._stored = stored
         self._groups = [(group, _bytes_of(group.storage)) for group in group_layers(layers, paged)]
         self._boxes = [_Box(paged, stored, plane) for plane in range(len(paged.planes))]
-        self._threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
-        self._pool = ThreadPoolExecutor(self._threads, "maru-copy") if self._threads > 1 else None
+        self._threads = threads
+        self._pool: ThreadPoolExecutor | None = None
 
     def load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
         """Objects to pages."""
@@ -68,11 +69,12 @@ class HostTransfer:
         tasks = list(self._tasks(pieces, copies))
         tokens = sum(piece.count for piece in pieces)
         nbytes = tokens * self._stored.nbytes // self._stored.chunk_tokens
-        threads = min(self._threads, nbytes // MIN_BYTES_PER_THREAD, len(tasks))
-        if self._pool is None or threads < 2:
+        pool, threads = self._copiers()
+        threads = min(threads, nbytes // MIN_BYTES_PER_THREAD, len(tasks))
+        if threads < 2:
             _move_all(move, tasks)
             return
-        shares = [self._pool.submit(_move_all, move, tasks[share::threads]) for share in range(1, threads)]
+        shares = [pool.submit(_move_all, move, tasks[share::threads]) for share in range(1, threads)]
         try:
             _move_all(move, tasks[::threads])
         finally:
@@ -81,6 +83,17 @@ class HostTransfer:
         for error in errors:
             if error:
                 raise error
+
+    def _copiers(self) -> tuple[ThreadPoolExecutor, int]:
+        """The copying threads (none runs before it has work) and how many share a copy, the caller included."""
+        if self._pool is None:
+            # Not before the first copy: only then has OpenMP placed the threads that show which cores are ours.
+            cores = process_cores()
+            self._threads = self._threads or min(MAX_THREADS, len(cores))
+            self._pool = ThreadPoolExecutor(
+                max(1, self._threads - 1), "maru-copy", initializer=_roam, initargs=(cores,)
+            )
+        return self._pool, self._threads or 1
 
     def _tasks(self, pieces: Sequence[Piece], copies: Sequence[ChunkCopy]) -> Iterator[tuple[Array, Array]]:
         """Pairs of (pages, object), views of equal shape and type; together they cover the pieces once."""
@@ -134,6 +147,24 @@ class _Box:
             (self._layer_bytes, self._token_bytes, *self._host),
         )
         return stored
+
+
+def process_cores() -> set[int]:
+    """Cores that any thread of this process may run on.
+
+    An engine's OpenMP pins each thread to a core of its own, the calling one included, and threads that are started
+    from a pinned thread would all share its core.
+    """
+    cores = os.sched_getaffinity(0)
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it ended since it was listed
+            cores |= os.sched_getaffinity(int(thread))
+    return cores
+
+
+def _roam(cores: set[int]) -> None:
+    with suppress(OSError):  # the cores were taken from this process; then the thread stays where it was started
+        os.sched_setaffinity(0, cores)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -215,6 +216,30 @@ def test_closing_ends_the_copying_threads():
         transfer.store([1, 2], [ChunkCopy(0, 0, 8, memoryview(bytearray(stored.nbytes)))])
         assert set(threading.enumerate()) - before
     assert not set(threading.enumerate()) - before
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_pinned_caller_does_not_pin_the_copying_threads():
+    """OpenMP pins the engine's main thread to one core; copies must still use the others."""
+    everywhere = os.sched_getaffinity(0)
+    release = threading.Event()
+    roaming = threading.Thread(target=release.wait)
+    roaming.start()
+    try:
+        os.sched_setaffinity(0, {min(everywhere)})
+        assert host_copy.process_cores() == everywhere
+        seen = []
+        engine = Engine.make("packed per head", SIZE, 5)
+        with closing(three_threads(layers_of(engine), engine.paged, engine.stored(8))) as transfer:
+            pool, threads = transfer._copiers()
+            assert threads == 3
+            seen.append(pool.submit(os.sched_getaffinity, 0).result())
+        assert seen == [everywhere]
+        assert os.sched_getaffinity(0) == {min(everywhere)}
+    finally:
+        os.sched_setaffinity(0, everywhere)
+        release.set()
+        roaming.join()
 
 
 def test_a_tensor_that_is_too_small_for_its_layout_is_refused(open_):
