@@ -56,9 +56,8 @@ def test_objects_hold_what_the_naive_reader_reads_and_load_back(name, pinned):
         np.testing.assert_array_equal(found[:, :, tokens], wanted[:, :, tokens])
 
     target, expected = Engine.make(name, SIZE, None), Engine.make(name, SIZE, None)
-    for part, buffer in zip(PARTS, objects, strict=True):
-        array = engine.naive_object(TABLE, *part, 32)
-        expected.naive_write(TABLE, *part, array)
+    for part in PARTS:
+        expected.naive_write(TABLE, *part, engine.naive_object(TABLE, *part, 32))
     layers = on_device(target)
     with closing(TorchCopyEngine().open(layers, target.paged, stored)) as transfer:
         transfer.load(TABLE, copies([buffer.toreadonly() for buffer in objects]))
