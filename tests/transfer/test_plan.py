@@ -114,6 +114,13 @@ def test_blocks_that_only_look_like_neighbours_are_not_joined():
     assert [(piece.block, piece.count) for piece in pieces] == [(3, 4), (2, 4)]
 
 
+def test_any_number_of_neighbouring_blocks_is_one_piece():
+    engine = Engine.make("planes-first NHD", SIZE, None)
+    buffer = memoryview(bytearray(engine.stored(12).nbytes))
+    pieces = plan_pieces(engine.paged, engine.stored(12), [2, 3, 4], [ChunkCopy(0, 1, 11, buffer)])
+    assert [(piece.block, piece.slot, piece.token, piece.count) for piece in pieces] == [(2, 1, 1, 10)]
+
+
 def test_two_copies_that_continue_each_other_stay_apart():
     engine = Engine.make("planes-first NHD", SIZE, None)
     stored = engine.stored(4)

@@ -139,13 +139,34 @@ def test_an_object_stored_by_one_layout_loads_into_every_other(open_, name):
         np.testing.assert_array_equal(target.naive_object([2, 6, 4], 0, 0, 8, 8), wanted)
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["a storage per layer", "two layers share one"])
-def test_layers_may_lie_in_storages_of_their_own(open_, mixed):
+def apart(layers: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A storage per layer."""
+    return [layer.clone() for layer in layers]
+
+
+def two_share(layers: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The last two layers in one storage, the first in another."""
+    return [layers[0].clone(), *torch.cat(layers[1:]).split(len(layers[0]))]
+
+
+def unevenly(layers: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One storage, but the distance between layers differs."""
+    gap = torch.zeros(24, dtype=layers[0].dtype)
+    parts = torch.cat([gap, layers[0], layers[1], gap, layers[2]]).split(
+        [24, *map(len, layers[:2]), 24, len(layers[2])]
+    )
+    return [parts[1], parts[2], parts[4]]
+
+
+def at_growing_offsets(layers: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A storage per layer, in which the layers lie as if it were one storage."""
+    return [torch.cat([*layers[:index], layer])[index * len(layer) :] for index, layer in enumerate(layers)]
+
+
+@pytest.mark.parametrize("place", [apart, two_share, unevenly, at_growing_offsets])
+def test_layers_may_lie_in_any_storages(open_, place):
     engine = Engine.make("CPU pages", SIZE, 5)
-    per_layer = engine.form.layer(SIZE)
-    layers = [layer[:per_layer].clone() for layer in layers_of(engine)]
-    if mixed:
-        layers[1:] = torch.cat(layers[1:]).split(per_layer)
+    layers = place([layer[: engine.form.layer(SIZE)] for layer in layers_of(engine)])
     stored = engine.stored(8)
     buffer = memoryview(bytearray(stored.nbytes))
     with closing(open_(layers, engine.paged, stored)) as transfer:
