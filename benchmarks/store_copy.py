@@ -23,7 +23,7 @@ from maru_transfer.torch_copy import TorchCopyEngine
 LAYERS, HEADS, DIM, BLOCK, BLOCKS = 24, 2, 64, 128, 64
 CHUNKS, CHUNK_TOKENS = 12, 256
 THREADS = (1, 8, 128)
-REPEATS = 9
+REPEATS = 40
 BOUND = 1.3
 
 
