@@ -8,6 +8,7 @@ few threads of our own share the work whatever the engine set for torch.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -66,7 +67,7 @@ class HostTransfer:
     def _run(self, move: Callable[[Array, Array], None], pieces: Sequence[Piece], copies: Sequence[ChunkCopy]) -> None:
         if not self._groups:
             raise TransferError("this transfer is closed")
-        tasks = list(self._tasks(pieces, copies))
+        tasks = deque(self._tasks(pieces, copies))
         tokens = sum(piece.count for piece in pieces)
         nbytes = tokens * self._stored.nbytes // self._stored.chunk_tokens
         pool, threads = self._copiers()
@@ -74,11 +75,12 @@ class HostTransfer:
         if threads < 2:
             _move_all(move, tasks)
             return
-        shares = [pool.submit(_move_all, move, tasks[share::threads]) for share in range(1, threads)]
+        shares = [pool.submit(_move_all, move, tasks) for _ in range(1, threads)]
         try:
-            _move_all(move, tasks[::threads])
+            _move_all(move, tasks)
         finally:
             # Also after an error: no thread may touch pages or buffers once this call has returned.
+            tasks.clear()
             errors = [share.exception() for share in shares]
         for error in errors:
             if error:
@@ -180,6 +182,11 @@ def _store(pages: Array, stored: Array) -> None:
     np.copyto(stored, pages)
 
 
-def _move_all(move: Callable[[Array, Array], None], tasks: Sequence[tuple[Array, Array]]) -> None:
-    for pages, stored in tasks:
+def _move_all(move: Callable[[Array, Array], None], tasks: deque[tuple[Array, Array]]) -> None:
+    """Work off tasks together with other threads: whoever has a core to itself takes more of them."""
+    while tasks:
+        try:
+            pages, stored = tasks.popleft()
+        except IndexError:  # another thread took the last one
+            return
         move(pages, stored)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import Any
 
 import numpy as np
@@ -237,6 +238,44 @@ def test_closing_ends_the_copying_threads():
         transfer.store([1, 2], [ChunkCopy(0, 0, 8, memoryview(bytearray(stored.nbytes)))])
         assert set(threading.enumerate()) - before
     assert not set(threading.enumerate()) - before
+
+
+class SlowMove:
+    """Stands in for a copy: takes its time on the copying threads, and may fail on one kind of thread."""
+
+    def __init__(self, fails_on_caller: bool | None) -> None:
+        self.fails_on_caller = fails_on_caller
+        self.running = 0
+        self.shared = threading.Event()
+        self.lock = threading.Lock()
+
+    def __call__(self, pages, stored) -> None:
+        caller = threading.current_thread() is threading.main_thread()
+        with self.lock:
+            self.running += 1
+        if caller:
+            assert self.shared.wait(10), "no copying thread took its share"
+        else:
+            self.shared.set()
+            time.sleep(0.05)
+        with self.lock:
+            self.running -= 1
+        if caller is self.fails_on_caller:
+            raise MemoryError(f"failed with caller={caller}")
+
+
+@pytest.mark.parametrize("fails_on_caller", [None, True, False])
+def test_no_thread_copies_after_the_call_returned_or_failed(monkeypatch, fails_on_caller):
+    move = SlowMove(fails_on_caller)
+    monkeypatch.setattr(host_copy, "_store", move)
+    engine = Engine.make("packed per head", SIZE, 5)
+    stored = engine.stored(8)
+    copies = [ChunkCopy(c, c * 8, c * 8 + 8, memoryview(bytearray(stored.nbytes))) for c in range(3)]
+    outcome = nullcontext() if fails_on_caller is None else pytest.raises(MemoryError, match=f"={fails_on_caller}")
+    with closing(three_threads(layers_of(engine), engine.paged, stored)) as transfer:
+        with outcome:
+            transfer.store([6, 2, 3, 5, 1, 4], copies)
+        assert move.running == 0
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
