@@ -27,8 +27,8 @@ def cache_salt_field(salt: str | None) -> tuple[tuple[str, bytes], ...]:
 class KeyChain:
     """Chunk keys of one request, computed once and extended as tokens are appended.
 
-    ``root`` is :attr:`maru_core.namespace.Namespace.root`. ``extra`` holds what else decides the KV of the whole prompt,
-    as (tag, value) pairs: every pair is length-delimited on both sides, so that two different sequences never hash
+    ``root`` is :attr:`maru_core.namespace.Namespace.root`. ``extra`` holds what else decides the KV of the whole
+    prompt, as (tag, value) pairs: tags and values are length-delimited, so that two different sequences never hash
     alike; their order counts. Key ``i`` names tokens ``[0, (i+1)*chunk_tokens)``; only whole chunks have one.
     """
 

@@ -8,8 +8,10 @@ few threads of our own share the work whatever the engine set for torch.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -39,8 +41,8 @@ class HostTransfer:
         self._stored = stored
         self._groups = [(group, _bytes_of(group.storage)) for group in group_layers(layers, paged)]
         self._boxes = [_Box(paged, stored, plane) for plane in range(len(paged.planes))]
-        self._threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
-        self._pool = ThreadPoolExecutor(self._threads, "maru-copy") if self._threads > 1 else None
+        self._threads = threads
+        self._pool: ThreadPoolExecutor | None = None
 
     def load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
         """Objects to pages."""
@@ -65,22 +67,35 @@ class HostTransfer:
     def _run(self, move: Callable[[Array, Array], None], pieces: Sequence[Piece], copies: Sequence[ChunkCopy]) -> None:
         if not self._groups:
             raise TransferError("this transfer is closed")
-        tasks = list(self._tasks(pieces, copies))
+        tasks = deque(self._tasks(pieces, copies))
         tokens = sum(piece.count for piece in pieces)
         nbytes = tokens * self._stored.nbytes // self._stored.chunk_tokens
-        threads = min(self._threads, nbytes // MIN_BYTES_PER_THREAD, len(tasks))
-        if self._pool is None or threads < 2:
+        pool, threads = self._copiers()
+        threads = min(threads, nbytes // MIN_BYTES_PER_THREAD, len(tasks))
+        if threads < 2:
             _move_all(move, tasks)
             return
-        shares = [self._pool.submit(_move_all, move, tasks[share::threads]) for share in range(1, threads)]
+        shares = [pool.submit(_move_all, move, tasks) for _ in range(1, threads)]
         try:
-            _move_all(move, tasks[::threads])
+            _move_all(move, tasks)
         finally:
             # Also after an error: no thread may touch pages or buffers once this call has returned.
+            tasks.clear()
             errors = [share.exception() for share in shares]
         for error in errors:
             if error:
                 raise error
+
+    def _copiers(self) -> tuple[ThreadPoolExecutor, int]:
+        """The copying threads (none runs before it has work) and how many share a copy, the caller included."""
+        if self._pool is None:
+            # Not before the first copy: only then has OpenMP placed the threads that show which cores are ours.
+            cores = process_cores()
+            self._threads = self._threads or min(MAX_THREADS, len(cores))
+            self._pool = ThreadPoolExecutor(
+                max(1, self._threads - 1), "maru-copy", initializer=_roam, initargs=(cores,)
+            )
+        return self._pool, self._threads or 1
 
     def _tasks(self, pieces: Sequence[Piece], copies: Sequence[ChunkCopy]) -> Iterator[tuple[Array, Array]]:
         """Pairs of (pages, object), views of equal shape and type; together they cover the pieces once."""
@@ -116,22 +131,42 @@ class _Box:
     def pages(self, memory: Array, group: LayerGroup, piece: Piece) -> Array:
         plane = self._plane
         first = plane.offset + piece.block * plane.block + piece.slot * plane.token
-        return np.ndarray(
+        pages: Array = np.ndarray(
             (group.count, piece.count, *self._shape),
             self._dtype,
             memory.data,
             group.offset + first * self._size,
             (group.stride, plane.token * self._size, *self._device),
         )
+        return pages
 
     def object(self, buffer: memoryview, group: LayerGroup, piece: Piece) -> Array:
-        return np.ndarray(
+        stored: Array = np.ndarray(
             (group.count, piece.count, *self._shape),
             self._dtype,
             buffer,
             self._plane_offset + group.first * self._layer_bytes + piece.token * self._token_bytes,
             (self._layer_bytes, self._token_bytes, *self._host),
         )
+        return stored
+
+
+def process_cores() -> set[int]:
+    """Cores that any thread of this process may run on.
+
+    An engine's OpenMP pins each thread to a core of its own, the calling one included, and threads that are started
+    from a pinned thread would all share its core.
+    """
+    cores = os.sched_getaffinity(0)
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it ended since it was listed
+            cores |= os.sched_getaffinity(int(thread))
+    return cores
+
+
+def _roam(cores: set[int]) -> None:
+    with suppress(OSError):  # the cores were taken from this process; then the thread stays where it was started
+        os.sched_setaffinity(0, cores)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Array:
@@ -147,6 +182,11 @@ def _store(pages: Array, stored: Array) -> None:
     np.copyto(stored, pages)
 
 
-def _move_all(move: Callable[[Array, Array], None], tasks: Sequence[tuple[Array, Array]]) -> None:
-    for pages, stored in tasks:
+def _move_all(move: Callable[[Array, Array], None], tasks: deque[tuple[Array, Array]]) -> None:
+    """Work off tasks together with other threads: whoever has a core to itself takes more of them."""
+    while tasks:
+        try:
+            pages, stored = tasks.popleft()
+        except IndexError:  # another thread took the last one
+            return
         move(pages, stored)

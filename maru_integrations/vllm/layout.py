@@ -26,7 +26,7 @@ BLOCKS_FIRST = frozenset({"FLASHINFER", "TRITON_ATTN"})
 PACKED = PLANES_FIRST | BLOCKS_FIRST
 
 #: MLA backends that keep one plain latent vector per token.
-LATENT = frozenset({"TRITON_MLA", "FLASHMLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CPU_MLA"})
+LATENT = frozenset({"TRITON_MLA", "FLASHMLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA"})
 
 #: Instruction sets for which the CPU backend's pages hold, per head, K as ``[head_size, tokens]``, then V as
 #: ``[tokens, head_size]``.

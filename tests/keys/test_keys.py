@@ -1,0 +1,161 @@
+"""Chunk keys: what is in them, that they are incremental, and that unlike requests never share one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maru_core.errors import MaruError
+from maru_core.keys import KeyChain, cache_salt_field
+from maru_core.namespace import Namespace
+
+ROOT = Namespace.of({"model": "m"}).root
+
+tokens_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+values = st.binary(max_size=4) | st.sampled_from([b"\0", b"a", b"ab", b"cache_salt", b"\1\0\0\0\0\0\0\0a"])
+extras = st.lists(st.tuples(st.sampled_from(["", "a", "ab", "lora", "cache_salt", "\0"]), values), max_size=3)
+
+
+class SliceOnly:
+    """A token list that counts what is read, as an engine's read-only list would be read."""
+
+    def __init__(self, tokens):
+        self._tokens = tokens
+        self.read = 0
+
+    def __len__(self):
+        return len(self._tokens)
+
+    def __getitem__(self, item):
+        assert isinstance(item, slice), "tokens are read by slices only"
+        self.read += len(self._tokens[item])
+        return self._tokens[item]
+
+
+def keys_of(tokens, chunk_tokens=4, root=ROOT, extra=()):
+    chain = KeyChain(root, chunk_tokens, extra)
+    chain.extend(tokens, len(tokens))
+    return chain.keys
+
+
+def test_a_key_is_the_hash_of_the_parent_and_the_tokens_as_little_endian_u32():
+    chain = KeyChain(ROOT, 2)
+    chain.extend([1, 2**32 - 1, 3, 4], 4)
+    expected = []
+    parent = chain.parent(0)
+    for pair in ((1, 2**32 - 1), (3, 4)):
+        parent = hashlib.blake2b(parent + struct.pack("<2I", *pair), digest_size=32, person=b"maru-chunk").digest()
+        expected.append(parent)
+    assert chain.keys == expected
+
+
+def test_known_keys_do_not_change_between_versions():
+    """Stored objects outlive a release: another key for the same tokens is a lost cache."""
+    keys = keys_of(list(range(8)), 4, bytes(32), cache_salt_field("s"))
+    assert [key.hex()[:16] for key in keys] == ["2a97c02a7c49bd9e", "c1d15ed53578b95d"]
+
+
+@given(tokens_lists, st.integers(1, 7))
+def test_only_whole_chunks_have_keys(tokens, chunk_tokens):
+    keys = keys_of(tokens, chunk_tokens)
+    assert len(keys) == len(tokens) // chunk_tokens
+    assert all(len(key) == 32 for key in keys)
+
+
+@given(tokens_lists, st.integers(1, 5), st.lists(st.integers(0, 40), max_size=5))
+def test_extending_in_steps_gives_the_same_keys_and_reads_each_token_once(tokens, chunk_tokens, steps):
+    chain = KeyChain(ROOT, chunk_tokens)
+    source = SliceOnly(tokens)
+    for step in [*sorted(step for step in steps if step <= len(tokens)), len(tokens)]:
+        chain.extend(source, step)
+        assert len(chain.keys) == step // chunk_tokens
+    assert chain.keys == keys_of(tokens, chunk_tokens)
+    assert source.read == len(chain.keys) * chunk_tokens
+    assert [chain.parent(i) for i in range(1, len(chain.keys))] == chain.keys[:-1]
+
+
+@given(tokens_lists, tokens_lists)
+def test_prompts_share_keys_exactly_as_far_as_they_share_chunks(one, other):
+    common = 0
+    while common < min(len(one), len(other)) and one[common] == other[common]:
+        common += 1
+    first, second = keys_of(one), keys_of(other)
+    assert first[: common // 4] == second[: common // 4]
+    assert not set(first[common // 4 :]) & set(second[common // 4 :])
+
+
+@given(extras, extras)
+def test_different_extra_fields_never_share_a_key(one, other):
+    """R067: fields are tagged and length-delimited, so no two different tuples of them hash alike."""
+    same = keys_of([1, 2, 3, 4], extra=one) == keys_of([1, 2, 3, 4], extra=other)
+    assert same == (one == other)
+
+
+@given(st.text(max_size=3) | st.none(), st.text(max_size=3) | st.none())
+def test_different_salts_never_share_a_key_and_no_salt_is_not_an_empty_one(one, other):
+    first = keys_of([1, 2, 3, 4], extra=cache_salt_field(one))
+    assert (first == keys_of([1, 2, 3, 4], extra=cache_salt_field(other))) == (one == other)
+
+
+def test_a_lora_called_like_a_salt_is_another_key():
+    assert keys_of([1, 2, 3, 4], extra=[("lora", b"X")]) != keys_of([1, 2, 3, 4], extra=cache_salt_field("X"))
+
+
+def test_a_salt_of_any_text_has_a_key():
+    assert cache_salt_field("\ud800") == (("cache_salt", b"\xed\xa0\x80"),)
+
+
+def test_namespaces_share_no_key():
+    other = Namespace.of({"model": "n"}).root
+    assert not set(keys_of(list(range(16)))) & set(keys_of(list(range(16)), root=other))
+
+
+def test_chunk_sizes_share_no_key_beyond_equal_prefixes():
+    """The chunk size is a fact of the namespace; even without it a chain of another size diverges after one chunk."""
+    assert keys_of(list(range(16)), 8)[0] != keys_of(list(range(16)), 4)[1]
+
+
+@pytest.mark.parametrize(("bad", "shown"), [(-1, "-1"), (2**32, "4294967296"), (1.5, "1.5"), (None, "None")])
+def test_a_token_that_is_no_u32_is_refused_by_position(bad, shown):
+    chain = KeyChain(ROOT, 4)
+    with pytest.raises(MaruError, match=rf"token {shown} at position 6 "):
+        chain.extend([0, 1, 2, 3, 4, 5, bad, 7], 8)
+    assert chain.keys == keys_of([0, 1, 2, 3])
+
+
+def test_a_list_shorter_than_asked_for_is_refused():
+    chain = KeyChain(ROOT, 4)
+    with pytest.raises(MaruError, match=r"chunk 1 needs tokens 4\.\.7.*ends at 7"):
+        chain.extend(list(range(7)), 8)
+
+
+@pytest.mark.parametrize(("root", "chunk_tokens"), [(b"short", 4), (ROOT, 0)])
+def test_a_chain_without_a_root_or_a_chunk_is_refused(root, chunk_tokens):
+    with pytest.raises(MaruError):
+        KeyChain(root, chunk_tokens)
+
+
+def test_two_interpreters_with_different_hash_seeds_agree():
+    """R123: nothing in a key may depend on Python's randomised string hash."""
+    program = (
+        "from maru_core.keys import KeyChain, cache_salt_field\n"
+        "from maru_core.namespace import Namespace\n"
+        "root = Namespace.of({'model': 'm', 'dtype': None, 'tp': 1}).root\n"
+        "chain = KeyChain(root, 4, cache_salt_field('tenant'))\n"
+        "chain.extend(list(range(64)), 64)\n"
+        "print(b''.join(chain.keys).hex())\n"
+    )
+    outputs = set()
+    for seed in ("1", "2"):
+        environ = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        run = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
+        outputs.add(run.stdout)
+    assert len(outputs) == 1
+    assert len(outputs.pop()) == 16 * 64 + 1

@@ -1,0 +1,101 @@
+"""The device path on a real GPU: bytes, ordering on the current stream, pinned and pageable objects.
+
+Skipped where there is no CUDA device; ``pytest tests/transfer/test_device_cuda.py`` on a host that has one.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+from paged_forms import FORMS, Engine, Size
+
+from maru_core.geometry import ChunkCopy
+from maru_transfer.device_copy import DeviceTransfer
+from maru_transfer.torch_copy import TorchCopyEngine
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SIZE = Size(L=3, NB=9, BS=16, NH=2, HS=32)
+TABLE = [5, 3, 8, 1, 7, 2]
+#: (chunk, first, last): a whole chunk of 32 tokens, one that starts late and one that ends early.
+PARTS = [(0, 0, 32), (1, 35, 64), (2, 64, 83)]
+
+
+def on_device(engine: Engine) -> list[torch.Tensor]:
+    flat = torch.from_numpy(engine.memory.reshape(-1).view("i2")).cuda()
+    return [flat[engine.form.layer(engine.size) * layer :] for layer in range(engine.size.L)]
+
+
+def buffers(nbytes: int, *, pinned: bool) -> list[memoryview]:
+    tensors = [torch.full((nbytes,), 0xAB, dtype=torch.uint8, pin_memory=pinned) for _ in PARTS]
+    return [memoryview(tensor.numpy()) for tensor in tensors]
+
+
+def copies(objects: list[memoryview]) -> list[ChunkCopy]:
+    return [ChunkCopy(*part, buffer) for part, buffer in zip(PARTS, objects, strict=True)]
+
+
+@pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
+@pytest.mark.parametrize("name", sorted(FORMS))
+def test_objects_hold_what_the_naive_reader_reads_and_load_back(name, pinned):
+    engine = Engine.make(name, SIZE, 3)
+    stored = engine.stored(32)
+    layers = on_device(engine)
+    objects = buffers(stored.nbytes, pinned=pinned)
+    with closing(TorchCopyEngine().open(layers, engine.paged, stored)) as transfer:
+        assert isinstance(transfer, DeviceTransfer)
+        transfer.store(TABLE, copies(objects))
+    for part, buffer in zip(PARTS, objects, strict=True):
+        wanted = engine.naive_object(TABLE, *part, 32)
+        tokens = slice(part[1] - part[0] * 32, part[2] - part[0] * 32)
+        found = np.frombuffer(buffer, wanted.dtype).reshape(wanted.shape)
+        np.testing.assert_array_equal(found[:, :, tokens], wanted[:, :, tokens])
+
+    target, expected = Engine.make(name, SIZE, None), Engine.make(name, SIZE, None)
+    for part in PARTS:
+        expected.naive_write(TABLE, *part, engine.naive_object(TABLE, *part, 32))
+    layers = on_device(target)
+    with closing(TorchCopyEngine().open(layers, target.paged, stored)) as transfer:
+        transfer.load(TABLE, copies([buffer.toreadonly() for buffer in objects]))
+    found = layers[0].cpu().numpy().view("u2").reshape(target.memory.shape)
+    np.testing.assert_array_equal(found, expected.memory)
+
+
+@pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
+def test_a_store_sees_the_last_value_of_a_slow_write_on_its_stream(pinned):
+    """R002: copies are ordered after the kernels that wrote the pages, also on a stream that is not the default."""
+    size = evolve(SIZE, NH=8, HS=128)
+    engine = Engine.make("packed per token", size, None)
+    stored = engine.stored(32)
+    layers = on_device(engine)
+    memory = layers[0]
+    objects = buffers(stored.nbytes, pinned=pinned)
+    with closing(TorchCopyEngine().open(layers, engine.paged, stored)) as transfer:
+        for value in range(1, 31):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(2_000_000)
+                memory.fill_(value)
+                transfer.store(TABLE, copies(objects)[:1])
+            assert (np.frombuffer(objects[0], "i2") == value).all()
+
+
+def test_a_load_is_seen_by_what_the_stream_runs_next():
+    engine = Engine.make("packed per token", SIZE, None)
+    stored = engine.stored(32)
+    layers = on_device(engine)
+    objects = buffers(stored.nbytes, pinned=True)
+    with (
+        closing(TorchCopyEngine().open(layers, engine.paged, stored)) as transfer,
+        torch.cuda.stream(torch.cuda.Stream()),
+    ):
+        for value in range(1, 31):
+            np.frombuffer(objects[0], "i2")[:] = value
+            transfer.load(TABLE, copies(objects)[:1])
+            block = layers[0].view(SIZE.L, SIZE.NB, -1)[:, TABLE[0]].clone()
+            assert (block == value).all().item()

@@ -1,0 +1,216 @@
+"""Copy plans, replayed byte by byte against a reader that knows nothing of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from attrs import evolve
+from cases import Case, cases
+from hypothesis import given, settings
+from paged_forms import FORMS, Engine, Size
+
+from maru_core.errors import TransferError
+from maru_core.geometry import ChunkCopy, ObjectLayout, PlaneStrides
+from maru_transfer.plan import Run, extent, mismatch, plan_pieces, plan_runs
+
+SIZE = Size(L=2, NB=5, BS=4, NH=3, HS=2)
+
+
+def copies_of(case: Case, name: str) -> list[ChunkCopy]:
+    nbytes = case.engine(name, None).stored(case.chunk_tokens).nbytes
+    return [ChunkCopy(chunk, first, last, memoryview(bytearray(nbytes))) for chunk, first, last in case.parts]
+
+
+def runs_of(engine: Engine, chunk_tokens: int, block_ids, copies) -> list[Run]:
+    stored = engine.stored(chunk_tokens)
+    return list(plan_runs(engine.paged, stored, plan_pieces(engine.paged, stored, block_ids, copies)))
+
+
+def replay(engine: Engine, runs: list[Run], objects: list[np.ndarray], *, store: bool) -> None:
+    """Execute runs in the dumbest way, and see that no byte of pages or objects is touched twice."""
+    pages = engine.memory.reshape(-1).view(np.uint8)
+    touched_pages: set[int] = set()
+    touched_objects: set[tuple[int, int]] = set()
+    for run in runs:
+        host = objects[run.copy].reshape(-1).view(np.uint8)
+        for row in range(run.rows):
+            for byte in range(run.row_bytes):
+                there = engine.layer_bytes(run.layer) + run.device + row * run.device_pitch + byte
+                here = run.host + row * run.host_pitch + byte
+                assert there not in touched_pages
+                assert (run.copy, here) not in touched_objects
+                touched_pages.add(there)
+                touched_objects.add((run.copy, here))
+                if store:
+                    host[here] = pages[there]
+                else:
+                    pages[there] = host[here]
+
+
+@pytest.mark.parametrize("name", FORMS)
+@settings(max_examples=40, deadline=None)
+@given(case=cases())
+def test_replaying_a_plan_stores_what_the_naive_reader_reads(case: Case, name: str):
+    engine = case.engine(name, 7)
+    runs = runs_of(engine, case.chunk_tokens, case.block_ids, copies_of(case, name))
+    expected = [engine.naive_object(case.block_ids, *part, case.chunk_tokens) for part in case.parts]
+    objects = [np.full_like(array, 0xAB) for array in expected]
+    replay(engine, runs, objects, store=True)
+    for got, wanted in zip(objects, expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@settings(max_examples=40, deadline=None)
+@given(case=cases())
+def test_replaying_a_plan_loads_exactly_the_slots_that_were_asked_for(case: Case, name: str):
+    source = case.engine(name, 7)
+    objects = [source.naive_object(case.block_ids, *part, case.chunk_tokens) for part in case.parts]
+    target, expected = case.engine(name, None), case.engine(name, None)
+    for part, array in zip(case.parts, objects, strict=True):
+        expected.naive_write(case.block_ids, *part, array)
+    replay(target, runs_of(target, case.chunk_tokens, case.block_ids, copies_of(case, name)), objects, store=False)
+    np.testing.assert_array_equal(target.memory, expected.memory)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@settings(max_examples=40, deadline=None)
+@given(case=cases())
+def test_no_run_reaches_past_the_extent_of_a_layer(case: Case, name: str):
+    engine = case.engine(name, None)
+    end = extent(engine.paged) * case.size.element
+    assert engine.layer_bytes(case.size.L - 1) + end == engine.memory.nbytes
+    for run in runs_of(engine, case.chunk_tokens, case.block_ids, copies_of(case, name)):
+        assert run.device >= 0
+        assert run.device + (run.rows - 1) * run.device_pitch + run.row_bytes <= end
+
+
+@pytest.mark.parametrize(
+    ("name", "per_plane_and_layer", "rows", "row_bytes"),
+    [
+        ("planes-first NHD", 1, 1, 8 * 3 * 2 * 2),  # two neighbouring blocks are one stretch
+        ("blocks-first NHD", 2, 1, 4 * 3 * 2 * 2),
+        ("MLA", 1, 1, 8 * 3 * 2 * 2),
+        ("planes-first HND", 2 * 3, 4, 2 * 2),
+        ("packed per token", 1, 8 * 3, 2 * 2),
+        ("packed per head", 2 * 3, 4, 2 * 2),
+    ],
+)
+def test_runs_are_as_few_as_the_layout_allows(name, per_plane_and_layer, rows, row_bytes):
+    engine = Engine.make(name, SIZE, None)
+    buffer = memoryview(bytearray(engine.stored(8).nbytes))
+    runs = runs_of(engine, 8, [2, 3], [ChunkCopy(0, 0, 8, buffer)])
+    assert len(runs) == per_plane_and_layer * len(engine.paged.planes) * SIZE.L
+    assert {(run.rows, run.row_bytes) for run in runs} == {(rows, row_bytes)}
+
+
+def test_blocks_that_only_look_like_neighbours_are_not_joined():
+    engine = Engine.make("planes-first NHD", SIZE, None)
+    buffer = memoryview(bytearray(engine.stored(8).nbytes))
+    pieces = plan_pieces(engine.paged, engine.stored(8), [3, 2], [ChunkCopy(0, 0, 8, buffer)])
+    assert [(piece.block, piece.count) for piece in pieces] == [(3, 4), (2, 4)]
+
+
+def test_any_number_of_neighbouring_blocks_is_one_piece():
+    engine = Engine.make("planes-first NHD", SIZE, None)
+    buffer = memoryview(bytearray(engine.stored(12).nbytes))
+    pieces = plan_pieces(engine.paged, engine.stored(12), [2, 3, 4], [ChunkCopy(0, 1, 11, buffer)])
+    assert [(piece.block, piece.slot, piece.token, piece.count) for piece in pieces] == [(2, 1, 1, 10)]
+
+
+def test_two_copies_that_continue_each_other_stay_apart():
+    engine = Engine.make("planes-first NHD", SIZE, None)
+    stored = engine.stored(4)
+    copies = [ChunkCopy(c, c * 4, c * 4 + 4, memoryview(bytearray(stored.nbytes))) for c in range(2)]
+    assert [piece.copy for piece in plan_pieces(engine.paged, stored, [2, 3], copies)] == [0, 1]
+
+
+def plan_one(block_ids, chunk=0, first=0, last=8, nbytes=None, engine=None, buffer=None):
+    engine = engine or Engine.make("packed per head", SIZE, None)
+    stored = engine.stored(8)
+    buffer = buffer if buffer is not None else memoryview(bytearray(stored.nbytes if nbytes is None else nbytes))
+    return plan_pieces(engine.paged, stored, block_ids, [ChunkCopy(chunk, first, last, buffer)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "culprit"),
+    [
+        ({"block_ids": [1, 5]}, "block 5 at place 1 .* not one of 5"),
+        ({"block_ids": [-1, 1]}, "block -1 at place 0"),
+        ({"block_ids": [1]}, r"tokens \[0, 8\).* holds 1 blocks of 4"),
+        ({"block_ids": [1, 1]}, "block 1 stands at places 0 and 1"),
+        ({"block_ids": [1, 2], "last": 9}, r"tokens \[0, 9\), but chunk 0 holds \[0, 8\)"),
+        ({"block_ids": [1, 2, 3, 4], "chunk": 1, "first": 7}, r"tokens \[7, 8\), but chunk 1 holds \[8, 16\)"),
+        ({"block_ids": [1, 2], "first": 5, "last": 4}, r"tokens \[5, 4\)"),
+        ({"block_ids": [1, 2], "first": -1}, r"tokens \[-1, 8\)"),
+        ({"block_ids": [1, 2], "chunk": -1, "first": -8, "last": 0}, "chunk -1"),
+        ({"block_ids": [1, 2], "nbytes": 10}, "a buffer of 10 bytes, an object is 384"),
+        ({"block_ids": [1, 2], "nbytes": 385}, "a buffer of 385 bytes"),
+        ({"block_ids": [1, 2], "buffer": memoryview(bytearray(768))[::2]}, "384 contiguous"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_name(arguments, culprit):
+    with pytest.raises(TransferError, match=culprit):
+        plan_one(**arguments)
+
+
+def test_a_released_buffer_is_refused():
+    buffer = memoryview(bytearray(384))
+    buffer.release()
+    with pytest.raises(TransferError, match="was released"):
+        plan_one([1, 2], buffer=buffer)
+
+
+def test_parts_of_one_chunk_may_come_as_two_copies():
+    engine = Engine.make("packed per head", SIZE, None)
+    buffer = memoryview(bytearray(384))
+    copies = [ChunkCopy(0, 0, 3, buffer), ChunkCopy(0, 3, 8, buffer)]
+    pieces = plan_pieces(engine.paged, engine.stored(8), [1, 2], copies)
+    assert [(piece.block, piece.slot, piece.token, piece.count) for piece in pieces] == [
+        (1, 0, 0, 3),
+        (1, 3, 3, 1),
+        (2, 0, 4, 4),
+    ]
+
+
+def test_an_empty_part_needs_no_blocks():
+    assert plan_one([], first=4, last=4) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({"num_planes": 1}, "planes"),
+        ({"num_layers": 3}, "layers"),
+        ({"hidden": 7}, "elements per token"),
+        ({"element_size": 4}, "bytes per element"),
+        ({"chunk_tokens": 0}, "not positive"),
+    ],
+)
+def test_objects_of_another_shape_are_a_mismatch(change, shown):
+    engine = Engine.make("CPU pages", SIZE, None)
+    assert shown in (mismatch(engine.paged, evolve(engine.stored(8), **change)) or "")
+
+
+def test_negative_strides_are_a_mismatch():
+    engine = Engine.make("MLA", SIZE, None)
+    paged = evolve(engine.paged, planes=(PlaneStrides(0, -1, 1, 1, 1),))
+    assert "negative" in (mismatch(paged, engine.stored(8)) or "")
+
+
+def test_every_form_matches_its_objects():
+    for name in FORMS:
+        engine = Engine.make(name, SIZE, None)
+        assert mismatch(engine.paged, engine.stored(8)) is None
+
+
+def test_planning_imports_no_torch():
+    program = "import sys, maru_transfer.plan; assert not {'torch', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, env={"PYTHONPATH": ":".join(filter(None, sys.path))})
+
+
+def test_an_object_layout_counts_its_bytes():
+    assert ObjectLayout(2, 3, 4, 5, 2).nbytes == 2 * 3 * 4 * 5 * 2
