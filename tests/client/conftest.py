@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.client.fake_server import FakeServer
 
 from maru_core.client import MaruHandler
 from maru_core.config import MaruConfig
 from maru_core.fakes import FakeBackend
 from maru_core.host import PluginHost
 from maru_core.namespace import Namespace
+from tests.client.fake_server import FakeServer
 
 NAMESPACE = Namespace.of({"model": "test", "tokens": 256})
 

@@ -7,12 +7,12 @@ import time
 from typing import Any
 
 import pytest
-from tests.client.fake_server import FakeServer, eventually
 
 from maru_core.client import MaruHandler
 from maru_core.errors import ProtocolError, StaleEpoch, Unavailable
 from maru_core.protocol import CommitStatus, Op, Presence, ReserveStatus
 from maru_core.protocol.codec import pack_u32
+from tests.client.fake_server import FakeServer, eventually
 
 
 def keys(count: int, start: int = 0) -> list[bytes]:
