@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from maru_core.client.bootstrap import ServerStarter, private_folder
+from maru_core.client.bootstrap import ServerStarter
 from maru_core.client.keycalls import KeyCalls, single_number
 from maru_core.client.link import Link
 from maru_core.client.objects import REFUSALS, Allocation, Retrieved, SharedLease
@@ -24,6 +24,7 @@ from maru_core.host import PluginHost
 from maru_core.namespace import Namespace
 from maru_core.protocol import CommitStatus, Op, Presence, ReserveStatus
 from maru_core.protocol.messages import PoolDescriptor
+from maru_core.runtime_dir import RuntimeDir
 
 Key = bytes | str
 Bytes = bytes | bytearray | memoryview
@@ -70,8 +71,8 @@ class MaruHandler(KeyCalls):
         host = host or PluginHost.discover(PluginSettings.from_environ(os.environ))
         opener = _Opener(config, namespace, host, role, name)
         if config.server_url == "auto":
-            folder = private_folder(config.runtime_path)
-            url = f"ipc://{folder / 'server.sock'}"
+            folder = RuntimeDir.open(config.runtime_path)
+            url = folder.url
             ensure: Callable[[Callable[[], bool]], None] = ServerStarter(
                 config, folder, config.chunk_size or pool_granule
             )
