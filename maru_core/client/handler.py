@@ -6,12 +6,13 @@ import hashlib
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import structlog
 
-from maru_core.client.bootstrap import ServerStarter
+from maru_core.client.bootstrap import ServerStarter, is_listening
 from maru_core.client.keycalls import KeyCalls, single_number
 from maru_core.client.link import Link
 from maru_core.client.objects import REFUSALS, Allocation, Retrieved, SharedLease
@@ -78,7 +79,7 @@ class MaruHandler(KeyCalls):
             )
         else:
             url, ensure = config.server_url, _expect_server
-        link = Link(url, opener, ensure, request_timeout=config.request_timeout)
+        link = Link(url, opener, ensure, _death_of(url), request_timeout=config.request_timeout)
         handler = cls(link, namespace, host)
         link.start()
         link.settled.wait(config.connect_timeout)
@@ -277,6 +278,14 @@ class _Opener:
             session.regions.map_all()
         except BackendError as error:
             self._log.warning("pool not mapped; the first use tries again", reason=str(error))
+
+
+def _death_of(url: str) -> Callable[[], bool]:
+    """A quick test whether the server is certainly gone; only a unix socket has one."""
+    if not url.startswith("ipc://"):
+        return lambda: False
+    path = Path(url.removeprefix("ipc://"))
+    return lambda: not is_listening(path)
 
 
 def _expect_server(closing: Callable[[], bool]) -> None:

@@ -13,6 +13,7 @@ from maru_core.fakes import FakeBackend
 from maru_core.host import PluginHost
 from maru_core.namespace import Namespace
 from tests.client.fake_server import FakeServer
+from tests.client.real import Folder
 
 NAMESPACE = Namespace.of({"model": "test", "tokens": 256})
 
@@ -63,3 +64,11 @@ def connect(maru_runtime_dir: Path, backend: FakeBackend) -> Iterator[Callable[.
 @pytest.fixture
 def handler(fake: FakeServer, connect: Callable[..., MaruHandler]) -> MaruHandler:
     return connect()
+
+
+@pytest.fixture
+def folder(maru_runtime_dir: Path) -> Iterator[Folder]:
+    """A runtime folder in which ``auto`` starts a real server."""
+    made = Folder(maru_runtime_dir)
+    yield made
+    made.end()
