@@ -144,7 +144,8 @@ def test_a_process_whose_server_is_away_ends_at_once(folder: Folder, ending: str
         "for i in range(100):\n"
         "    try: h.submit_acquire([bytes(32)], leading=True)\n"
         "    except Exception: pass\n"
-        "print('ending', flush=True)\n" + (code if ending != "thread" else "try:\n    " + code + "except Exception: pass\n")
+        "print('ending', flush=True)\n"
+        + (code if ending != "thread" else "try:\n    " + code + "except Exception: pass\n")
     )
     assert process.stdout is not None
     while "up" not in process.stdout.readline():
@@ -220,4 +221,3 @@ def test_closing_while_no_server_answers_is_quick(maru_runtime_dir: Path) -> Non
     start = time.monotonic()
     handler.close()
     assert time.monotonic() - start < 1
-
