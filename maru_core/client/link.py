@@ -69,7 +69,8 @@ class Link:
     """See the module. ``open_session`` runs on the background thread and may raise any MaruError.
 
     ``ensure_server`` is called there before each attempt while no server answers; it starts one where the
-    configuration says so. ``is_dead`` tells at once, where it can be told, that nobody listens. ``live`` is the session to use, ``None`` while down.
+    configuration says so. ``is_dead`` tells at once, where that can be told, that nobody listens.
+    ``live`` is the session to use, ``None`` while down.
     """
 
     def __init__(

@@ -196,7 +196,7 @@ def test_a_runtime_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     shared.mkdir()
     shared.chmod(0o777)
     for path in (plain, shared, plain / "below", tmp_path / ("long" * 30)):
-        with pytest.raises(ConfigError, match="runtime|socket path"):
+        with pytest.raises(ConfigError, match=r"runtime|socket path"):
             MaruHandler.connect(MaruConfig(runtime_dir=str(path)), NAMESPACE, host=host)
 
 
