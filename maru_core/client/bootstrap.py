@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import socket
-import stat
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ import structlog
 import maru_core
 from maru_core.config import MaruConfig
 from maru_core.errors import BackendError, ConfigError, Unavailable
+from maru_core.runtime_dir import RuntimeDir
 
 #: Exit code of a server that found another one in its runtime folder.
 EXIT_TAKEN = 3
@@ -28,13 +28,14 @@ DEFAULT_GRANULE = 64 * 1024
 #: Longest wait for a server that was started, seconds.
 START_TIMEOUT = 10.0
 _POLL = 0.02
+_RETRY = 0.2
 _LOG_TAIL = 400
 
 
 class ServerStarter:
     """Sees to it that somebody listens on the runtime folder's socket. Used by one background thread."""
 
-    def __init__(self, config: MaruConfig, folder: Path, granule: int | None) -> None:
+    def __init__(self, config: MaruConfig, folder: RuntimeDir, granule: int | None) -> None:
         self._config = config
         self._folder = folder
         self._granule = granule or config.chunk_size or DEFAULT_GRANULE
@@ -45,37 +46,48 @@ class ServerStarter:
         Raises ConfigError when the folder cannot be used, BackendError when the server that was started fails, and
         Unavailable when neither happens in START_TIMEOUT. Returns early when ``closing()`` is true.
         """
-        if is_listening(self._folder / "server.sock"):
+        if is_listening(self._folder.server_socket):
             return
         deadline = time.monotonic() + START_TIMEOUT
-        with _turn(self._folder / "start.lock", deadline, closing) as mine:
+        with _turn(self._folder.start_lock, deadline, closing) as mine:
             # Another engine may have started one while this one waited for its turn.
-            if mine and not is_listening(self._folder / "server.sock"):
+            if mine and not is_listening(self._folder.server_socket):
                 self._start(deadline, closing)
 
     def _start(self, deadline: float, closing: Callable[[], bool]) -> None:
-        log_path = self._folder / "server.log"
+        log_path = self._folder.server_log
         process = self._spawn(log_path)
-        structlog.get_logger(__name__).info("maru server started", pid=process.pid, log=str(log_path))
         while time.monotonic() < deadline and not closing():
-            if is_listening(self._folder / "server.sock"):
+            if is_listening(self._folder.server_socket):
                 return
             code = process.poll()
-            if code not in (None, EXIT_TAKEN):
+            if code == EXIT_TAKEN:
+                # One that is on its way out, or on its way in. One that stays where nobody looks for it is a mistake.
+                url = (self._folder.read_info() or {}).get("url", self._folder.url)
+                if url != self._folder.url:
+                    raise ConfigError(
+                        f"the server of {self._folder.path} listens at {url}; set maru_server_url to that, not auto"
+                    )
+                time.sleep(_RETRY)
+                process = self._spawn(log_path)
+            elif code is not None:
                 raise BackendError(
                     f"the Maru server that maru_server_url=auto started ended with code {code}: "
                     f"{_tail(log_path)}; see {log_path}"
                 )
             time.sleep(_POLL)
         if not closing():
-            raise Unavailable(f"no Maru server listens in {self._folder} after {START_TIMEOUT:g} s; see {log_path}")
+            raise Unavailable(
+                f"no Maru server listens in {self._folder.path} after {START_TIMEOUT:g} s; see {log_path}"
+            )
 
     def _spawn(self, log_path: Path) -> subprocess.Popen[bytes]:
         """Start the server as a process of its own: it outlives this engine."""
         config = self._config
         command = [sys.executable, "-m", "maru_core.cli", "serve"]
         options = {
-            "--runtime-dir": self._folder,
+            "--runtime-dir": self._folder.path,
+            "--url": "auto",
             "--storage-backend": config.storage_backend,
             "--pool-size": config.pool_size_of(config.storage_backend),
             "--granule": self._granule,
@@ -103,29 +115,10 @@ class ServerStarter:
             )
         finally:
             os.close(descriptor)
+        structlog.get_logger(__name__).info("maru server started", pid=process.pid, log=str(log_path))
         # Collects the exit status, so that the server leaves no zombie behind in a long-lived engine.
         threading.Thread(target=process.wait, name="maru-server-reaper", daemon=True).start()
         return process
-
-
-def private_folder(path: str) -> Path:
-    """The runtime folder, made if need be; raises ConfigError unless it is ours alone and a socket fits in it."""
-    folder = Path(path)
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = os.lstat(folder)
-    except OSError as error:
-        raise ConfigError(
-            f"maru_runtime_dir {folder} cannot be made or used: {error.strerror}; set it to a folder you may write"
-        ) from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigError(
-            f"maru_runtime_dir {folder} belongs to uid {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}; "
-            f"it must be a folder of uid {os.geteuid()} with mode 700"
-        )
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"maru_runtime_dir {folder} is not writable; set it to a folder you may write")
-    return folder
 
 
 def is_listening(path: Path) -> bool:
@@ -146,7 +139,12 @@ def is_listening(path: Path) -> bool:
 @contextmanager
 def _turn(path: Path, deadline: float, closing: Callable[[], bool]) -> Iterator[bool]:
     """Hold an exclusive lock on ``path``; False when it was not to be had before the deadline."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; set maru_runtime_dir to a folder of yours"
+        ) from error
     try:
         while not closing():
             try:

@@ -6,12 +6,13 @@ import hashlib
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import structlog
 
-from maru_core.client.bootstrap import ServerStarter, private_folder
+from maru_core.client.bootstrap import ServerStarter, is_listening
 from maru_core.client.keycalls import KeyCalls, single_number
 from maru_core.client.link import Link
 from maru_core.client.objects import REFUSALS, Allocation, Retrieved, SharedLease
@@ -24,6 +25,7 @@ from maru_core.host import PluginHost
 from maru_core.namespace import Namespace
 from maru_core.protocol import CommitStatus, Op, Presence, ReserveStatus
 from maru_core.protocol.messages import PoolDescriptor
+from maru_core.runtime_dir import RuntimeDir
 
 Key = bytes | str
 Bytes = bytes | bytearray | memoryview
@@ -70,14 +72,14 @@ class MaruHandler(KeyCalls):
         host = host or PluginHost.discover(PluginSettings.from_environ(os.environ))
         opener = _Opener(config, namespace, host, role, name)
         if config.server_url == "auto":
-            folder = private_folder(config.runtime_path)
-            url = f"ipc://{folder / 'server.sock'}"
+            folder = RuntimeDir.open(config.runtime_path)
+            url = folder.url
             ensure: Callable[[Callable[[], bool]], None] = ServerStarter(
                 config, folder, config.chunk_size or pool_granule
             )
         else:
             url, ensure = config.server_url, _expect_server
-        link = Link(url, opener, ensure, request_timeout=config.request_timeout)
+        link = Link(url, opener, ensure, _death_of(url), request_timeout=config.request_timeout)
         handler = cls(link, namespace, host)
         link.start()
         link.settled.wait(config.connect_timeout)
@@ -276,6 +278,14 @@ class _Opener:
             session.regions.map_all()
         except BackendError as error:
             self._log.warning("pool not mapped; the first use tries again", reason=str(error))
+
+
+def _death_of(url: str) -> Callable[[], bool]:
+    """A quick test whether the server is certainly gone; only a unix socket has one."""
+    if not url.startswith("ipc://"):
+        return lambda: False
+    path = Path(url.removeprefix("ipc://"))
+    return lambda: not is_listening(path)
 
 
 def _expect_server(closing: Callable[[], bool]) -> None:

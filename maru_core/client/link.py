@@ -35,8 +35,10 @@ from maru_core.protocol.codec import encode, pack_u32, pack_u64
 T = TypeVar("T")
 
 #: Seconds between pings of a healthy server, and how long one may take before the link counts as down.
-PING_INTERVAL = 1.0
+PING_INTERVAL = 0.5
 PING_TIMEOUT = 1.0
+#: Waiting callers look this often, in seconds, whether the link went down meanwhile.
+SLICE = 0.1
 #: Seconds between attempts while down, after an ordinary failure and after one that a retry hardly mends.
 RETRY_INTERVAL = 0.1
 RETRY_INTERVAL_REFUSED = 2.0
@@ -45,7 +47,7 @@ GATHER = 0.001
 #: Most items of put-off work in one message.
 GATHER_ITEMS = 10_000
 #: An unanswered request says something about the server only when it was given this many seconds.
-TELLING_WAIT = 0.1
+TELLING_WAIT = SLICE
 #: How long closing may take, seconds: for the goodbye and for the background thread in all.
 FAREWELL = 0.3
 JOIN = 1.0
@@ -67,7 +69,8 @@ class Link:
     """See the module. ``open_session`` runs on the background thread and may raise any MaruError.
 
     ``ensure_server`` is called there before each attempt while no server answers; it starts one where the
-    configuration says so. ``live`` is the session to use, ``None`` while down.
+    configuration says so. ``is_dead`` tells at once, where that can be told, that nobody listens.
+    ``live`` is the session to use, ``None`` while down.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Link:
         url: str,
         open_session: Callable[[Link], Session],
         ensure_server: Callable[[Callable[[], bool]], None],
+        is_dead: Callable[[], bool],
         *,
         request_timeout: float,
     ) -> None:
@@ -89,6 +93,7 @@ class Link:
         self._log = structlog.get_logger(__name__)
         self._open_session = open_session
         self._ensure_server = ensure_server
+        self._is_dead = is_dead
         self._session: Session | None = None
         self._lost: Session | None = None
         self._closing = False
@@ -138,7 +143,9 @@ class Link:
         with channel.lock:
             try:
                 channel.send(frame)
-                reply = channel.receive(request_id, wait)
+                reply = channel.receive(request_id, wait if wait < SLICE else SLICE)
+                if reply is None and wait > SLICE:
+                    reply = self._keep_waiting(channel, request_id, session, wait - SLICE)
                 if reply is not None:
                     return parse(self.results(reply, session))
             except StaleEpoch:
@@ -211,6 +218,8 @@ class Link:
 
     def overdue(self, session: Session, op: Op, wait: float) -> Unavailable:
         """Note that a request was not answered in time; the error to raise. Opens the circuit if that is telling."""
+        if self.live is None:
+            return Unavailable(str(self.problem))
         error = Unavailable(f"the Maru server at {self.url} did not answer {op.name} within {wait:g} s")
         if wait >= TELLING_WAIT and self.live is session:
             self.problem = error
@@ -247,6 +256,16 @@ class Link:
                 self._channels.add(channel)
             self._local.channel = channel
         return channel
+
+    def _keep_waiting(self, channel: Channel, request_id: int, session: Session, wait: float) -> list[Any] | None:
+        """Wait on, but no longer than the link is up; have the background thread look at the server."""
+        self.wake()
+        deadline = time.monotonic() + wait
+        while (remaining := deadline - time.monotonic()) > 0 and self.live is session:
+            reply = channel.receive(request_id, min(remaining, SLICE))
+            if reply is not None:
+                return reply
+        return None
 
     def _give_up(self, channel: Channel, session: Session, op: Op, request_id: int) -> None:
         if op not in _WITH_EFFECTS:
@@ -308,7 +327,9 @@ class Link:
         self._own.send(encode((int(op), request_id, epoch, session_id, *arguments)))
         deadline = time.monotonic() + timeout
         while (remaining := deadline - time.monotonic()) > 0 and (closing or not self._closing):
-            reply = self._own.receive(request_id, min(remaining, 0.1))
+            reply = self._own.receive(request_id, min(remaining, SLICE))
+            if reply is None and self._is_dead():
+                break
             if reply is not None:
                 if reply[2] != 0 or (epoch and reply[1] != epoch):
                     raise self._refusal(reply, None if not epoch else self._session)
@@ -373,9 +394,8 @@ class Link:
         except StaleEpoch:
             self._discard(session)
             return None
-        except Unavailable:
-            if self.live is session:
-                self.live = None
+        except Unavailable as error:
+            self._went_down(error)
             self._ensure_server(lambda: self._closing)
             raise
         self._due = time.monotonic() + PING_INTERVAL

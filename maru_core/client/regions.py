@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from maru_core.client.columns import check_place
@@ -65,7 +66,7 @@ class Regions:
         """Writable view of ``length`` bytes from ``entry`` on; raises ProtocolError when that leaves the pool."""
         pool = check_place(entry, length, self._pools)
         region = self.of(pool)
-        offset = pool.data_offset + (entry - pool.entry_base) * pool.granule
+        offset = _offset(pool, entry)
         try:
             region.acquire(offset, length)
             return region.buffer[offset : offset + length]
@@ -76,44 +77,55 @@ class Regions:
 
     def publish(self, entries: Sequence[int], lengths: Sequence[int]) -> None:
         """Make the bytes of these objects visible to every reader. Runs of adjacent objects are published at once."""
-        start = end = 0
-        region: Region | None = None
-        pool: PoolDescriptor | None = None
         try:
-            for entry, length in zip(entries, lengths, strict=True):
-                if pool is None or not pool.entry_base <= entry < pool.entry_base + pool.entry_count:
-                    if region is not None:
-                        region.publish(start, end - start)
-                    pool = check_place(entry, length, self._pools)
-                    region = self.of(pool)
-                    start = end = pool.data_offset + (entry - pool.entry_base) * pool.granule
-                offset = pool.data_offset + (entry - pool.entry_base) * pool.granule
-                if offset != -(-end // pool.granule) * pool.granule and region is not None:
-                    region.publish(start, end - start)
-                    start = offset
-                end = offset + length
-            if region is not None:
-                region.publish(start, end - start)
+            for region, offset, length in self._runs(entries, lengths):
+                region.publish(offset, length)
         except (ValueError, BackendError):
             if not self._closed:
                 raise
             raise _gone() from None
 
+    def _runs(self, entries: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[Region, int, int]]:
+        """Region, offset and length of each run of objects that lie behind one another."""
+        if not entries:
+            return
+        first, size, count = entries[0], lengths[0], len(entries)
+        pool = check_place(first, size, self._pools)
+        pages = -(-size // pool.granule)
+        if lengths.count(size) == count and entries == array("I", range(first, first + count * pages, pages)):
+            # The usual case, a whole reservation from free space that is not fragmented.
+            check_place(entries[-1], size, self._pools)
+            yield self.of(pool), _offset(pool, first), (count - 1) * pages * pool.granule + size
+            return
+        low, high = pool.entry_base, pool.entry_base + pool.entry_count
+        start, after, end = first, first, 0
+        for entry, length in zip(entries, lengths, strict=True):
+            if entry != after or not low <= entry < high:
+                if end:
+                    yield self.of(pool), _offset(pool, start), end
+                pool = check_place(entry, length, self._pools)
+                low, high = pool.entry_base, pool.entry_base + pool.entry_count
+                start = entry
+            end = (entry - start) * pool.granule + length
+            after = entry - (-length // pool.granule)
+        yield self.of(pool), _offset(pool, start), end
+
     def verify(self, entries: Sequence[int], generations: Sequence[int], lengths: Sequence[int]) -> list[bool]:
         """For each object: READY, of this generation, length and namespace, judged by its header now."""
-        verdicts = []
-        pool: PoolDescriptor | None = None
+        verdicts: list[bool] = []
+        low = high = 0
+        unpack, ready, digest = _PROOF.unpack_from, State.READY, self._digest
         try:
             for entry, generation, length in zip(entries, generations, lengths, strict=True):
-                if pool is None or not pool.entry_base <= entry < pool.entry_base + pool.entry_count:
+                if not low <= entry < high:
                     pool = check_place(entry, length, self._pools)
+                    low, high = pool.entry_base, pool.entry_base + pool.entry_count
                     region = self.of(pool)
-                    buffer = region.buffer
-                offset = pool.table_offset + (entry - pool.entry_base) * HEADER_SIZE
+                    buffer, table = region.buffer, pool.table_offset - low * HEADER_SIZE
+                offset = table + entry * HEADER_SIZE
                 region.acquire(offset, HEADER_SIZE)
-                proof = _PROOF.unpack_from(buffer, offset + HEADER_VIEW_OFFSET)
-                verdicts.append(proof == (State.READY, generation, length, self._digest))
-        except (ValueError, BackendError):
+                verdicts.append(unpack(buffer, offset + HEADER_VIEW_OFFSET) == (ready, generation, length, digest))
+        except (ValueError, BackendError, StaleEpoch):
             if not self._closed:
                 raise
             return [False] * len(entries)
@@ -124,9 +136,14 @@ class Regions:
         with self._lock:
             self._closed = True
             regions = list(self._mapped.values())
+            self._mapped.clear()
         for region in regions:
             self._host.region_unmapping(region)
             region.close()
+
+
+def _offset(pool: PoolDescriptor, entry: int) -> int:
+    return pool.data_offset + (entry - pool.entry_base) * pool.granule
 
 
 def _gone() -> StaleEpoch:

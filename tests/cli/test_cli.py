@@ -1,0 +1,111 @@
+"""The command ``maru``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from maru_core.cli import main
+from tests.client.real import Folder
+
+
+def maru(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def serve(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "maru_core.cli", "serve", "--runtime-dir", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_status_says_that_no_server_runs_and_where_it_looked(maru_runtime_dir: Path) -> None:
+    result = maru("status", "--runtime-dir", str(maru_runtime_dir))
+    assert result.exit_code == 1
+    assert f"{maru_runtime_dir}/server.sock" in result.output
+    assert "maru serve" in result.output
+    answer = json.loads(maru("status", "--json", "--runtime-dir", str(maru_runtime_dir)).output)
+    assert answer["running"] is False
+    assert str(maru_runtime_dir) in answer["url"]
+
+
+def test_status_looks_where_the_environment_says(maru_runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARU_RUNTIME_DIR", str(maru_runtime_dir))
+    assert str(maru_runtime_dir) in maru("status").output
+
+
+def test_status_does_not_wait_for_an_address_where_nobody_is(maru_runtime_dir: Path) -> None:
+    result = maru("status", "--url", f"ipc://{maru_runtime_dir}/x.sock", "--timeout", "0.1")
+    assert result.exit_code == 1
+    assert "no answer within 0.1 s" in result.output
+
+
+def test_status_shows_what_the_server_holds(folder: Folder) -> None:
+    handler = folder.connect()
+    handler.store("a", b"x" * 5000)
+    handler.retrieve("missing")
+    table = maru("status", "--runtime-dir", str(folder.path))
+    assert table.exit_code == 0, table.output
+    for expected in (
+        str(folder.pid()),
+        "1 sessions",
+        "8.0 KiB",
+        "hit rate 0.0% of 1 keys",
+        handler.namespace.digest.hex(),
+    ):
+        assert expected in table.output
+    stats = json.loads(maru("status", "--json", "--runtime-dir", str(folder.path)).output)
+    assert stats["running"] is True
+    assert stats["pools"][0]["used"] == 8192
+    assert stats["counters"]["stored"] == 1
+    assert stats["sessions"] == 1, "looking is no session"
+
+
+def test_status_of_a_stopped_server_ends_in_time(folder: Folder) -> None:
+    folder.connect()
+    os.kill(folder.pid(), signal.SIGSTOP)
+    result = maru("status", "--runtime-dir", str(folder.path), "--timeout", "0.2")
+    assert result.exit_code == 1
+    assert "no answer within 0.2 s" in result.output
+
+
+def test_a_second_server_is_told_of_the_first(folder: Folder) -> None:
+    folder.connect()
+    second = serve(folder.path, "--pool-size", "1M", "--pool-path", str(folder.path))
+    assert second.returncode == 3
+    assert str(folder.pid()) in second.stderr
+
+
+def test_serve_names_a_wrong_setting(maru_runtime_dir: Path) -> None:
+    wrong = serve(maru_runtime_dir, "--pool-size", "lots")
+    assert wrong.returncode == 1
+    assert "maru_pool_size" in wrong.stderr
+    assert "lots" in wrong.stderr
+    assert "Traceback" not in wrong.stderr
+
+
+def test_serve_names_an_unknown_backend(maru_runtime_dir: Path) -> None:
+    wrong = serve(maru_runtime_dir, "--storage-backend", "paper")
+    assert wrong.returncode == 1
+    assert "paper" in wrong.stderr
+    assert "cpu" in wrong.stderr
+
+
+def test_plugins_lists_the_built_ins() -> None:
+    result = maru("plugins")
+    assert result.exit_code == 0, result.output
+    assert "cpu  active" in result.output
+    listed = json.loads(maru("plugins", "--json").output)
+    assert "cpu" in [plugin["name"] for plugin in listed]
+
+
+def test_version_and_help() -> None:
+    assert "0." in maru("--version").output
+    for command in ("serve", "status", "plugins"):
+        assert command in maru("--help").output
