@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,3 +40,20 @@ def test_the_core_needs_neither_torch_nor_vllm(project: dict[str, Any]) -> None:
     needed = " ".join(project["project"]["dependencies"])
     assert "torch" not in needed
     assert "vllm" not in needed
+
+
+def test_news_fragments_have_a_kind_that_towncrier_knows(project: dict[str, Any]) -> None:
+    kinds = "|".join(kind["directory"] for kind in project["tool"]["towncrier"]["type"])
+    names = [path.name for path in (ROOT / "newsfragments").iterdir() if path.name not in ("README.md", ".gitignore")]
+    assert [name for name in names if not re.fullmatch(rf"\+?[\w-]+\.({kinds})(\.\d+)?\.md", name)] == []
+
+
+@pytest.mark.parametrize("script", ["scripts/setup-env.sh", "scripts/test.sh", ".ci/run"])
+def test_scripts_are_valid_and_executable(script: str) -> None:
+    assert os.access(ROOT / script, os.X_OK)
+    subprocess.run(["bash", "-n", ROOT / script], check=True)
+
+
+def test_continuous_integration_runs_the_tests_and_an_unknown_option_is_refused() -> None:
+    run = subprocess.run([ROOT / ".ci/run", "--no-such"], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (2, "usage: scripts/test.sh [--fast]\n")
