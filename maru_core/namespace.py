@@ -15,6 +15,11 @@ from maru_core.protocol.messages import MAX_TEXT
 Value = str | int | bool | None
 
 
+def digest_of(descriptor: bytes) -> bytes:
+    """The 16 bytes that stand for a namespace's descriptor in every header; client and server compute it alike."""
+    return hashlib.blake2b(descriptor, digest_size=DIGEST_SIZE, person=b"maru-namespace").digest()
+
+
 @frozen
 class Namespace:
     """Named facts that bind stored bytes: model identity, KV dtype, geometry, chunk size, format, rank, tenant.
@@ -36,8 +41,7 @@ class Namespace:
         if len(descriptor) > MAX_TEXT:
             raise ConfigError(f"a namespace of {len(descriptor)} bytes is over the limit of {MAX_TEXT}")
         object.__setattr__(self, "descriptor", descriptor)
-        digest = hashlib.blake2b(descriptor, digest_size=DIGEST_SIZE, person=b"maru-namespace").digest()
-        object.__setattr__(self, "digest", digest)
+        object.__setattr__(self, "digest", digest_of(descriptor))
 
     @classmethod
     def of(cls, facts: Mapping[str, Value]) -> Namespace:

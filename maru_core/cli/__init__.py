@@ -1,0 +1,23 @@
+"""The command ``maru``."""
+
+from __future__ import annotations
+
+import click
+
+from maru_core import __version__
+from maru_core.cli.plugins import plugins
+from maru_core.cli.serve import serve
+from maru_core.cli.status import status
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="maru")
+def main() -> None:
+    """Maru shares the KV cache of LLM engines. Settings come from options, then from MARU_* variables."""
+
+
+main.add_command(serve)
+main.add_command(status)
+main.add_command(plugins)
+
+__all__ = ["main"]

@@ -1,0 +1,83 @@
+"""``maru serve``."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from maru_core import logs
+from maru_core.cli.common import fail, settings, where
+from maru_core.config import PluginSettings
+from maru_core.errors import MaruError
+from maru_core.host import PluginHost
+from maru_core.runtime_dir import AlreadyRunning
+from maru_core.server.service import ServerSettings, run_server
+
+#: Allocation granule when nobody asks for another, in bytes.
+DEFAULT_GRANULE = 64 * 1024
+#: Exit codes: another server has the folder, and any other failure to start.
+EXIT_TAKEN = 3
+EXIT_FAILED = 1
+
+
+@click.command()
+@where
+@click.option("--storage-backend", metavar="NAME", help="Kind of memory. [default: cpu]")
+@click.option("--pool-size", metavar="SIZE", help="Size of the pool, such as 4G.")
+@click.option("--pool-path", metavar="PATH", help="Where the pool is made. [default: /dev/shm]")
+@click.option("--granule", metavar="SIZE", help="Allocation granule. [default: 64K]")
+@click.option("--idle-exit", metavar="SECONDS", help="End so long after the last session. [default: never]")
+@click.option("--lease-share", metavar="FRACTION", help="Most of a pool that one session may lease. [default: 0.5]")
+@click.option("--log-level", default="info", show_default=True, type=click.Choice(logs.LEVELS))
+@click.option("--log-json", is_flag=True, help="Log one JSON object per line.")
+def serve(
+    runtime_dir: str | None,
+    url: str | None,
+    storage_backend: str | None,
+    pool_size: str | None,
+    pool_path: str | None,
+    granule: str | None,
+    idle_exit: str | None,
+    lease_share: str | None,
+    log_level: str,
+    log_json: bool,
+) -> None:
+    """Own the pools and serve their directory until SIGTERM, SIGINT, or idle."""
+    logs.setup(log_level, json=log_json)
+    try:
+        config = settings(
+            {
+                "runtime_dir": runtime_dir,
+                "server_url": url,
+                "storage_backend": storage_backend,
+                "pool_path": pool_path,
+                "chunk_size": granule,
+                "idle_exit": idle_exit,
+                "lease_share": lease_share,
+            }
+        )
+        if pool_size is not None:
+            # The option is about this one pool, whatever sizes the environment has for each backend.
+            size = settings({"pool_size": pool_size}).pool_size
+        else:
+            size = config.pool_size_of(config.storage_backend)
+        # The setting is for servers that `auto` starts; one that an operator starts stays until told otherwise.
+        idle = config.idle_exit if idle_exit is not None else 0.0
+        host = PluginHost.discover(PluginSettings.from_environ(os.environ))
+        run_server(
+            ServerSettings(
+                pool_sizes=(size,),
+                granule=config.chunk_size or DEFAULT_GRANULE,
+                pool_path=config.pool_path,
+                url=None if config.server_url == "auto" else config.server_url,
+                runtime_dir=config.runtime_path,
+                idle_exit=idle or None,
+                lease_share=config.lease_share,
+            ),
+            host.backend(config.storage_backend),
+        )
+    except AlreadyRunning as error:
+        fail(error, EXIT_TAKEN)
+    except MaruError as error:
+        fail(error, EXIT_FAILED)

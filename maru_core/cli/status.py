@@ -1,0 +1,91 @@
+"""``maru status``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from maru_core.cli.common import fail, settings, where
+from maru_core.client.bootstrap import is_listening
+from maru_core.client.peek import server_stats
+from maru_core.errors import MaruError
+from maru_core.sizes import format_size
+
+#: Exit code when no server answers.
+EXIT_ABSENT = 1
+EXIT_FAILED = 2
+
+_POOL_COLUMNS = ("capacity", "used", "free", "reserved", "quarantined", "leased")
+
+
+@click.command()
+@where
+@click.option("--json", "as_json", is_flag=True, help="Everything, as one JSON object.")
+@click.option("--timeout", default=2.0, show_default=True, type=click.FloatRange(0.01, 60), help="Seconds to wait.")
+def status(runtime_dir: str | None, url: str | None, as_json: bool, timeout: float) -> None:
+    """Show what the server holds. Exit code 1: no server answers."""
+    try:
+        config = settings({"runtime_dir": runtime_dir, "server_url": url})
+        automatic = config.server_url == "auto"
+        socket = Path(config.runtime_path) / "server.sock"
+        address = f"ipc://{socket}" if automatic else config.server_url
+        if automatic and not is_listening(socket):
+            stats, reason = None, "nobody listens there"
+        else:
+            stats, reason = server_stats(address, timeout), f"no answer within {timeout:g} s"
+    except MaruError as error:
+        fail(error, EXIT_FAILED)
+    if stats is None:
+        if as_json:
+            click.echo(json.dumps({"running": False, "url": address, "reason": reason}))
+        else:
+            click.echo(f"No Maru server runs at {address}: {reason}.")
+            click.echo("Start one with `maru serve`; engines with maru_server_url=auto start one by themselves.")
+        sys.exit(EXIT_ABSENT)
+    if as_json:
+        click.echo(json.dumps({"running": True, "url": address, **stats}))
+    else:
+        click.echo("\n".join(describe(address, stats)))
+
+
+def describe(address: str, stats: Mapping[str, Any]) -> Iterable[str]:
+    """Lines for people."""
+    server = stats.get("server", {})
+    yield f"Maru server {server.get('version')} at {address}"
+    yield f"  pid {server.get('pid')}, up {_duration(server.get('uptime_s', 0))}, {stats.get('sessions')} sessions"
+    pools = stats.get("pools", [])
+    rows = [["pool", "backend", "objects", *_POOL_COLUMNS, "location"]]
+    for pool in pools:
+        sizes = [format_size(pool.get(column, 0)) for column in _POOL_COLUMNS]
+        rows.append([str(pool.get(name, "")) for name in ("pool", "backend", "objects")] + sizes + [pool["location"]])
+    yield ""
+    yield from _table(rows)
+    counters = stats.get("counters", {})
+    asked = counters.get("hits", 0) + counters.get("misses", 0)
+    yield ""
+    yield f"hit rate {counters.get('hits', 0) / asked:.1%} of {asked} keys" if asked else "no key was looked up yet"
+    yield ", ".join(f"{name} {value}" for name, value in counters.items())
+    rows = [["namespace", "objects", "bytes", "weights epoch"]]
+    for namespace in stats.get("namespaces", []):
+        size = format_size(namespace["bytes"])
+        rows.append([namespace["digest"], str(namespace["objects"]), size, str(namespace["weights_epoch"])])
+    if len(rows) > 1:
+        yield ""
+        yield from _table(rows)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterable[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,169 @@
+"""``maru_server_url = "auto"``: this user's server on this host, started when there is none. Never two of them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import structlog
+
+import maru_core
+from maru_core.config import MaruConfig
+from maru_core.errors import BackendError, ConfigError, Unavailable
+from maru_core.runtime_dir import RuntimeDir
+
+#: Exit code of a server that found another one in its runtime folder.
+EXIT_TAKEN = 3
+#: Allocation granule of a started server when neither the settings nor the engine ask for another, in bytes.
+DEFAULT_GRANULE = 64 * 1024
+#: Longest wait for a server that was started, seconds.
+START_TIMEOUT = 10.0
+_POLL = 0.02
+_RETRY = 0.2
+_LOG_TAIL = 400
+
+
+class ServerStarter:
+    """Sees to it that somebody listens on the runtime folder's socket. Used by one background thread."""
+
+    def __init__(self, config: MaruConfig, folder: RuntimeDir, granule: int | None) -> None:
+        self._config = config
+        self._folder = folder
+        self._granule = granule or config.chunk_size or DEFAULT_GRANULE
+
+    def __call__(self, closing: Callable[[], bool]) -> None:
+        """Return when a server listens, frozen or not; start one if none does.
+
+        Raises ConfigError when the folder cannot be used, BackendError when the server that was started fails, and
+        Unavailable when neither happens in START_TIMEOUT. Returns early when ``closing()`` is true.
+        """
+        if is_listening(self._folder.server_socket):
+            return
+        deadline = time.monotonic() + START_TIMEOUT
+        with _turn(self._folder.start_lock, deadline, closing) as mine:
+            # Another engine may have started one while this one waited for its turn.
+            if mine and not is_listening(self._folder.server_socket):
+                self._start(deadline, closing)
+
+    def _start(self, deadline: float, closing: Callable[[], bool]) -> None:
+        log_path = self._folder.server_log
+        process = self._spawn(log_path)
+        while time.monotonic() < deadline and not closing():
+            if is_listening(self._folder.server_socket):
+                return
+            code = process.poll()
+            if code == EXIT_TAKEN:
+                # One that is on its way out, or on its way in. One that stays where nobody looks for it is a mistake.
+                url = (self._folder.read_info() or {}).get("url", self._folder.url)
+                if url != self._folder.url:
+                    raise ConfigError(
+                        f"the server of {self._folder.path} listens at {url}; set maru_server_url to that, not auto"
+                    )
+                time.sleep(_RETRY)
+                process = self._spawn(log_path)
+            elif code is not None:
+                raise BackendError(
+                    f"the Maru server that maru_server_url=auto started ended with code {code}: "
+                    f"{_tail(log_path)}; see {log_path}"
+                )
+            time.sleep(_POLL)
+        if not closing():
+            raise Unavailable(
+                f"no Maru server listens in {self._folder.path} after {START_TIMEOUT:g} s; see {log_path}"
+            )
+
+    def _spawn(self, log_path: Path) -> subprocess.Popen[bytes]:
+        """Start the server as a process of its own: it outlives this engine."""
+        config = self._config
+        command = [sys.executable, "-m", "maru_core.cli", "serve"]
+        options = {
+            "--runtime-dir": self._folder.path,
+            "--url": "auto",
+            "--storage-backend": config.storage_backend,
+            "--pool-size": config.pool_size_of(config.storage_backend),
+            "--granule": self._granule,
+            "--idle-exit": config.idle_exit,
+            "--lease-share": config.lease_share,
+        }
+        if config.pool_path is not None:
+            options["--pool-path"] = config.pool_path
+        for option, value in options.items():
+            command += [option, str(value)]
+        # The child runs in /, so what made this package importable here must not be a relative path there.
+        source = str(Path(maru_core.__file__).resolve().parent.parent)
+        paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, source])}
+        descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=descriptor,
+                stderr=descriptor,
+                cwd="/",
+                env=environ,
+                start_new_session=True,
+            )
+        finally:
+            os.close(descriptor)
+        structlog.get_logger(__name__).info("maru server started", pid=process.pid, log=str(log_path))
+        # Collects the exit status, so that the server leaves no zombie behind in a long-lived engine.
+        threading.Thread(target=process.wait, name="maru-server-reaper", daemon=True).start()
+        return process
+
+
+def is_listening(path: Path) -> bool:
+    """Whether some process listens on this unix socket: true for a server that is stopped, false once it is dead."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:
+            return True  # its queue is full, which only a listener has
+        except OSError as error:
+            if error.errno in (errno.ECONNREFUSED, errno.ENOENT):
+                return False
+            raise ConfigError(f"the Maru server's socket {path} cannot be used: {error.strerror}") from error
+        return True
+
+
+@contextmanager
+def _turn(path: Path, deadline: float, closing: Callable[[], bool]) -> Iterator[bool]:
+    """Hold an exclusive lock on ``path``; False when it was not to be had before the deadline."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; set maru_runtime_dir to a folder of yours"
+        ) from error
+    try:
+        while not closing():
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(_POLL)
+            else:
+                yield True
+                return
+        yield False
+    finally:
+        os.close(descriptor)
+
+
+def _tail(path: Path) -> str:
+    try:
+        text = path.read_bytes()[-_LOG_TAIL:].decode(errors="replace").strip()
+    except OSError as error:
+        return f"its log cannot be read ({error.strerror})"
+    return text or "it wrote nothing"

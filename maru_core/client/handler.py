@@ -1,0 +1,296 @@
+"""``MaruHandler``: what any program uses to keep bytes in Maru and find them again."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import structlog
+
+from maru_core.client.bootstrap import ServerStarter, is_listening
+from maru_core.client.keycalls import KeyCalls, single_number
+from maru_core.client.link import Link
+from maru_core.client.objects import REFUSALS, Allocation, Retrieved, SharedLease
+from maru_core.client.regions import Regions
+from maru_core.client.session import Session, open_session
+from maru_core.client.values import StoreResult
+from maru_core.config import MaruConfig, PluginSettings
+from maru_core.errors import BackendError, MaruError, ProtocolError
+from maru_core.host import PluginHost
+from maru_core.namespace import Namespace
+from maru_core.protocol import CommitStatus, Op, Presence, ReserveStatus
+from maru_core.protocol.messages import PoolDescriptor
+from maru_core.runtime_dir import RuntimeDir
+
+Key = bytes | str
+Bytes = bytes | bytearray | memoryview
+
+
+class MaruHandler(KeyCalls):
+    """A session with the metadata server and the pools mapped into this process. Thread-safe, not fork-safe.
+
+    Two levels of calls: ``store``, ``retrieve`` and so on with keys of your own, and those of
+    :class:`~maru_core.client.keycalls.KeyCalls` with raw 32-byte keys and columns. All of them may be used through
+    ``asyncio.to_thread``. A lost server is found again, or with ``auto`` started again, by itself.
+    """
+
+    def __init__(self, link: Link, namespace: Namespace, host: PluginHost) -> None:
+        """Use :meth:`connect`."""
+        super().__init__(link)
+        self._namespace = namespace
+        self._host = host
+        self._open: weakref.WeakSet[Allocation] = weakref.WeakSet()
+        self._closed = False
+        self._goodbye = True
+        # Also at exit: it tells the server goodbye, and lets the process end while no server is there.
+        self._finalizer = weakref.finalize(self, link.close)
+
+    @classmethod
+    def connect(
+        cls,
+        config: MaruConfig,
+        namespace: Namespace,
+        *,
+        role: str = "client",
+        name: str = "",
+        host: PluginHost | None = None,
+        pool_granule: int | None = None,
+    ) -> MaruHandler:
+        """Connect and wait up to ``maru_connect_timeout`` for the first session.
+
+        ``role`` (``scheduler``: maps no memory until it is used) and ``name`` are for logs and hints. ``pool_granule``
+        is the allocation granule of a server that ``auto`` starts, unless ``maru_chunk_size`` is set.
+
+        An absent server leaves the handler down, and it keeps looking. Raises ConfigError (address or runtime folder
+        cannot be used), VersionMismatch, BackendError (``auto`` could not start a server), ServerError.
+        """
+        host = host or PluginHost.discover(PluginSettings.from_environ(os.environ))
+        opener = _Opener(config, namespace, host, role, name)
+        if config.server_url == "auto":
+            folder = RuntimeDir.open(config.runtime_path)
+            url = folder.url
+            ensure: Callable[[Callable[[], bool]], None] = ServerStarter(
+                config, folder, config.chunk_size or pool_granule
+            )
+        else:
+            url, ensure = config.server_url, _expect_server
+        link = Link(url, opener, ensure, _death_of(url), request_timeout=config.request_timeout)
+        handler = cls(link, namespace, host)
+        link.start()
+        link.settled.wait(config.connect_timeout)
+        if link.fatal is not None:
+            handler.close()
+            raise link.fatal
+        return handler
+
+    @property
+    def namespace(self) -> Namespace:
+        """What everything of this handler is stored under."""
+        return self._namespace
+
+    def key(self, key: Key) -> bytes:
+        """The 32-byte key of a user's key in this namespace. ``"a"`` and ``b"a"`` are different keys."""
+        tag, raw = (b"s", key.encode()) if isinstance(key, str) else (b"b", bytes(key))
+        return hashlib.blake2b(self._namespace.root + tag + raw, digest_size=32, person=b"maru-user-key").digest()
+
+    def alloc(self, key: Key, size: int) -> Allocation:
+        """Room for ``size`` bytes under ``key``, to be written in place; see :class:`Allocation` for a refusal."""
+        return self.batch_alloc([key], [size])[0]
+
+    def batch_alloc(self, keys: Sequence[Key], sizes: Sequence[int]) -> list[Allocation]:
+        """:meth:`alloc` for many keys in one round trip."""
+        grants = self.reserve([self.key(key) for key in keys], sizes)
+        try:
+            allocations = [Allocation(self, grants, index, self._keep_session) for index in range(len(keys))]
+        except BaseException:
+            self.abort(grants)
+            raise
+        self._open.update(allocations)
+        return allocations
+
+    def store(self, key: Key, data: Bytes) -> StoreResult:
+        """Copy ``data`` into the pool unless the key is there already."""
+        return self.batch_store([key], [data])[0]
+
+    def batch_store(self, keys: Sequence[Key], data: Sequence[Bytes]) -> list[StoreResult]:
+        """:meth:`store` for many keys in two round trips. When it raises, nothing of the batch stays reserved."""
+        views = [memoryview(item).cast("B") for item in data]
+        grants = self.reserve([self.key(key) for key in keys], [view.nbytes for view in views])
+        try:
+            for index in grants.new:
+                self.view(grants.epoch, grants.entries[index], grants.lengths[index])[:] = views[index]
+        except BaseException:
+            self.abort(grants)
+            raise
+        results = [REFUSALS.get(ReserveStatus(status), StoreResult.STORED) for status in grants.statuses]
+        for index, status in zip(grants.new, self.commit(grants), strict=True):
+            if status != CommitStatus.OK:
+                results[index] = StoreResult.REFUSED
+        return results
+
+    def retrieve(self, key: Key) -> Retrieved | None:
+        """The stored bytes, ``None`` when there are none."""
+        return self.batch_retrieve([key])[0]
+
+    def batch_retrieve(self, keys: Sequence[Key]) -> list[Retrieved | None]:
+        """:meth:`retrieve` for many keys in one round trip."""
+        lease = self.acquire([self.key(key) for key in keys], leading=False)
+        try:
+            located = self.adopt(lease.epoch, lease.entries, lease.generations, lease.lengths)
+            ready = [index for index, status in enumerate(lease.statuses) if status == Presence.READY]
+            # The header is judged when the view is handed out, and again by the caller once its copy is complete.
+            good = [index for index in ready if located.verify_one(index)]
+            views = {index: located.view(index).toreadonly() for index in good}
+        except BaseException:
+            self.release(lease)
+            raise
+        if not views:
+            self.release(lease)
+        shared = SharedLease(self.release, lease, len(views))
+        return [
+            Retrieved(located, index, views[index], shared) if index in views else None for index in range(len(keys))
+        ]
+
+    def exists(self, key: Key) -> bool:
+        """Whether the key is stored now."""
+        return self.batch_exists([key])[0]
+
+    def batch_exists(self, keys: Sequence[Key]) -> list[bool]:
+        """:meth:`exists` for many keys in one round trip."""
+        return [presence == Presence.READY for presence in self.probe([self.key(key) for key in keys])]
+
+    def batch_delete(self, keys: Sequence[Key]) -> list[bool]:
+        """:meth:`delete` for many keys in one round trip."""
+        return [presence == Presence.READY for presence in self.delete_keys([self.key(key) for key in keys])]
+
+    def delete(self, key: Key) -> bool:
+        """Remove the object; whether there was one. Who reads it right now can finish."""
+        return self.batch_delete([key])[0]
+
+    def stats(self) -> dict[str, Any]:
+        """What the server counts, and under ``client`` what plugins of this process report."""
+        return {**self.server_stats(), "client": dict(self._host.hint_stats())}
+
+    def close(self) -> None:
+        """End the session. Allocations that are still open are given back. Idempotent, at most about a second.
+
+        An allocation whose view something else still shows keeps the session until the process ends: what is written
+        through it later must not hit pages of others.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._finalizer.detach()
+        for allocation in list(self._open):
+            try:
+                allocation.abort()
+            except MaruError as error:
+                structlog.get_logger(__name__).warning("session kept until the process ends", reason=str(error))
+                self._goodbye = False
+        self._link.close(goodbye=self._goodbye)
+
+    def __enter__(self) -> MaruHandler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _keep_session(self) -> None:
+        self._goodbye = False
+
+
+class _Opener:
+    """Opens sessions for a link: what HELLO says about this handler, and what follows a new session."""
+
+    def __init__(self, config: MaruConfig, namespace: Namespace, host: PluginHost, role: str, name: str) -> None:
+        self._config = config
+        self._namespace = namespace
+        self._host = host
+        self._role = role
+        self._name = name
+        self._log = structlog.get_logger(__name__)
+        self._told = False
+
+    def __call__(self, link: Link) -> Session:
+        """A new session, ready to use; raises MaruError."""
+        session = open_session(
+            link.request,
+            link.guard,
+            self._regions,
+            role=self._role,
+            name=self._name,
+            descriptor=self._namespace.descriptor,
+        )
+        try:
+            self._catch_up(link, session)
+            self._tell_sizes(session)
+            if self._config.eager_map and self._role != "scheduler":
+                self._map(session)
+            self._host.session_opened(self._name, self._role)
+        except BaseException:
+            link.guard.close(session.proof)
+            session.regions.close()
+            raise
+        return session
+
+    def _regions(self, pools: tuple[PoolDescriptor, ...]) -> Regions:
+        return Regions(pools, self._host, self._namespace.digest)
+
+    def _catch_up(self, link: Link, session: Session) -> None:
+        """Keep the weights epoch over a restart of the server, which starts again at 0.
+
+        Without this, engines that have seen new weights would share with others that have not.
+        """
+        current = session.weights_epoch
+        if link.weights_epoch is None:
+            link.weights_epoch = current
+        while current < link.weights_epoch:
+            _, results = link.request(Op.RESET, session.epoch, session.id, [current])
+            reached = single_number(results)
+            if reached <= current:
+                raise ProtocolError(f"the server answered RESET of weights epoch {current} with {reached}")
+            current = reached
+
+    def _tell_sizes(self, session: Session) -> None:
+        if self._told or self._config.server_url != "auto":
+            return
+        self._told = True
+        for pool in session.pools:
+            wanted = self._config.pool_size_of(pool.backend)
+            # Backends round down to whole pages.
+            if abs(pool.size - wanted) >= _PAGE:
+                self._log.warning(
+                    "the server's pool has another size than this engine asks for; the first engine's counts",
+                    pool_size=pool.size,
+                    asked_for=wanted,
+                    server_pid=session.server_pid,
+                )
+
+    def _map(self, session: Session) -> None:
+        try:
+            session.regions.map_all()
+        except BackendError as error:
+            self._log.warning("pool not mapped; the first use tries again", reason=str(error))
+
+
+def _death_of(url: str) -> Callable[[], bool]:
+    """A quick test whether the server is certainly gone; only a unix socket has one."""
+    if not url.startswith("ipc://"):
+        return lambda: False
+    path = Path(url.removeprefix("ipc://"))
+    return lambda: not is_listening(path)
+
+
+def _expect_server(closing: Callable[[], bool]) -> None:
+    """With an explicit address somebody else starts the server."""
+
+
+#: Backends round pool sizes to pages, the largest common one being a huge page of 2 MiB.
+_PAGE = 2 * 1024 * 1024

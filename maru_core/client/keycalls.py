@@ -1,0 +1,303 @@
+"""Calls on batches of raw 32-byte keys: one round trip each, columns in and out, everything checked."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from attrs import frozen
+
+from maru_core.client.columns import acquired, expect_results, join_keys, presence_of, reserved, statuses_of
+from maru_core.client.link import Link
+from maru_core.client.pending import LeaseBuilder, PendingAcquire
+from maru_core.client.regions import Regions
+from maru_core.client.session import Session
+from maru_core.client.values import Grants, Lease
+from maru_core.errors import ProtocolError, StaleEpoch, Unavailable
+from maru_core.protocol import MAX_KEYS, CommitStatus, Op
+from maru_core.protocol.codec import pack_u32, pack_u64
+
+#: Bytes of one key in the largest request (key, parent, length), and what the rest of a message may take.
+_KEY_COST = 32 + 32 + 8
+_MESSAGE_OVERHEAD = 1024
+
+
+@frozen(eq=False)
+class Located:
+    """Objects of one epoch that somebody else's lease keeps in place, as this process sees them."""
+
+    epoch: int
+    entries: Sequence[int]
+    generations: Sequence[int]
+    lengths: Sequence[int]
+    _regions: Regions
+
+    def view(self, index: int) -> memoryview:
+        """Bytes of object ``index``; raises StaleEpoch when the pools were unmapped since."""
+        return self._regions.view(self.entries[index], self.lengths[index])
+
+    def verify_one(self, index: int) -> bool:
+        """:meth:`verify` for object ``index`` alone."""
+        columns = (self.entries[index],), (self.generations[index],), (self.lengths[index],)
+        return self._regions.verify(*columns)[0]
+
+    def verify(self) -> list[bool]:
+        """For each object: whether a copy that has completed by now is the object that was leased."""
+        return self._regions.verify(self.entries, self.generations, self.lengths)
+
+
+class KeyCalls:
+    """The low-level half of :class:`MaruHandler`. Every method is thread-safe.
+
+    ``timeout`` is in seconds for the whole call; ``None`` is ``maru_request_timeout`` for each message of it (batches
+    over the protocol's limits go as several). Common errors: Unavailable (server away or silent; at once while it is
+    known to be away), StaleEpoch (it restarted), ServerError, ProtocolError (wrong keys, or a reply that does not
+    answer every key). When a call raises, whatever its batch had taken is given back.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    @property
+    def is_up(self) -> bool:
+        """Whether calls are sent to a server now; while not, they fail at once and the handler looks for one."""
+        return self._link.live is not None
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the server; raises Unavailable while there is none."""
+        return self._link.up().epoch
+
+    @property
+    def weights_epoch(self) -> int:
+        """Weights epoch that this handler stores and looks up under."""
+        return self._link.weights_epoch or 0
+
+    def reserve(
+        self,
+        keys: Sequence[bytes],
+        length: int | Sequence[int],
+        parents: Sequence[bytes] | None = None,
+        *,
+        weights_epoch: int | None = None,
+        timeout: float | None = None,
+    ) -> Grants:
+        """Ask for room for objects of ``length`` bytes each; write where the status is NEW, then ``commit``.
+
+        ``parents[i]`` is the key that precedes ``keys[i]`` in its prefix (32 zero bytes: none).
+        """
+        session = self._link.up()
+        keys = tuple(keys)
+        count = len(keys)
+        uniform = isinstance(length, int)
+        lengths: tuple[int, ...] = (length,) * count if isinstance(length, int) else tuple(length)
+        if len(lengths) != count or (parents is not None and len(parents) != count):
+            raise ProtocolError(
+                f"{count} keys with {len(lengths)} lengths and {'no' if parents is None else len(parents)} parents; "
+                f"give one of each per key"
+            )
+        same_length = uniform or len(set(lengths)) == 1
+        epoch = self._link.weights_epoch if weights_epoch is None else weights_epoch
+        statuses, entries, generations = b"", array("I"), array("I")
+        try:
+            for part, wait in self._parts(count, session, timeout):
+                chosen = lengths[part.start : part.stop]
+                arguments: list[Any] = [
+                    epoch,
+                    join_keys(keys[part.start : part.stop]),
+                    b"" if parents is None else join_keys(parents[part.start : part.stop]),
+                    length if uniform else pack_u64(chosen),
+                ]
+                parse = partial(reserved, lengths=chosen, uniform=same_length, pools=session.pools)
+                answer = self._link.call(session, Op.RESERVE, arguments, parse, wait)
+                if not statuses:
+                    statuses, entries, generations = answer
+                else:
+                    statuses += answer[0]
+                    entries += answer[1]
+                    generations += answer[2]
+        except BaseException:
+            taken = len(statuses)
+            self.abort(Grants(*session.holder, keys[:taken], statuses, entries, generations, lengths[:taken]))
+            raise
+        return Grants(session.epoch, session.id, keys, statuses, entries, generations, lengths)
+
+    def commit(self, grants: Grants, indices: Sequence[int] | None = None, *, timeout: float | None = None) -> bytes:
+        """Publish and make visible what was written; a CommitStatus for each of ``indices`` (``None``: ``grants.new``).
+
+        UNKNOWN: not visible, because of a reset meanwhile. When it raises, these grants are void: their pages go back
+        unless the server had already committed them.
+        """
+        chosen = grants.new if indices is None else indices
+        whole = isinstance(chosen, range) and len(chosen) == len(grants.statuses)
+        entries = grants.entries if whole else array("I", [grants.entries[index] for index in chosen])
+        generations = grants.generations if whole else array("I", [grants.generations[index] for index in chosen])
+        lengths = grants.lengths if whole else [grants.lengths[index] for index in chosen]
+        statuses = b""
+        try:
+            session = self._link.up()
+            if session.holder != (grants.epoch, grants.session):
+                raise StaleEpoch("these reservations were made before the server restarted; nothing was committed")
+            session.regions.publish(entries, lengths)
+            for part, wait in self._parts(len(entries), session, timeout):
+                columns = [
+                    pack_u32(entries[part.start : part.stop]),
+                    pack_u32(generations[part.start : part.stop]),
+                    b"",
+                ]
+                parse = partial(_commit_statuses, count=len(part), op="COMMIT")
+                statuses += self._link.call(session, Op.COMMIT, columns, parse, wait)
+        except BaseException:
+            self._put_back(grants, chosen)
+            raise
+        return statuses
+
+    def abort(self, grants: Grants, indices: Sequence[int] | None = None) -> None:
+        """Give reserved pages back without storing. Never blocks: delivered by the background thread. Idempotent."""
+        self._put_back(grants, grants.new if indices is None else indices)
+
+    def probe(self, keys: Sequence[bytes], *, weights_epoch: int | None = None, timeout: float | None = None) -> bytes:
+        """A Presence for each key; nothing is leased, so it may be gone in the next moment."""
+        return self._presences(Op.PROBE, keys, weights_epoch, timeout)
+
+    def delete_keys(
+        self, keys: Sequence[bytes], *, weights_epoch: int | None = None, timeout: float | None = None
+    ) -> bytes:
+        """Remove objects; a Presence for each key that says what was there. Leased bytes stay until released."""
+        return self._presences(Op.DELETE, keys, weights_epoch, timeout)
+
+    def acquire(
+        self, keys: Sequence[bytes], *, leading: bool, weights_epoch: int | None = None, timeout: float | None = None
+    ) -> Lease:
+        """Lease what is READY; with ``leading`` only the keys before the first that is not."""
+        session = self._link.up()
+        keys = tuple(keys)
+        builder = LeaseBuilder(session, keys)
+        epoch = self._link.weights_epoch if weights_epoch is None else weights_epoch
+        try:
+            for part, wait in self._parts(len(keys), session, timeout):
+                arguments = [epoch, join_keys(keys[part.start : part.stop]), leading]
+                parse = partial(acquired, count=len(part), pools=session.pools)
+                if not builder.add(self._link.call(session, Op.ACQUIRE, arguments, parse, wait)) and leading:
+                    break
+        except BaseException:
+            if builder.ids:
+                self._link.defer(session.holder, Op.RELEASE, builder.ids)
+            raise
+        return builder.build()
+
+    def submit_acquire(
+        self, keys: Sequence[bytes], *, leading: bool, weights_epoch: int | None = None
+    ) -> PendingAcquire:
+        """Send an ``acquire`` without waiting; poll the result on this thread."""
+        session = self._link.up()
+        keys = tuple(keys)
+        parts = [part for part, _ in self._parts(len(keys), session, None)]
+        epoch = self._link.weights_epoch if weights_epoch is None else weights_epoch
+        return PendingAcquire(self._link, session, keys, parts, leading, epoch)
+
+    def release(self, lease: Lease) -> None:
+        """End a lease. Never blocks; delivered by the background thread until the server confirms. Idempotent."""
+        if lease.ids:
+            self._link.defer((lease.epoch, lease.session), Op.RELEASE, lease.ids)
+
+    def view(self, epoch: int, entry: int, length: int) -> memoryview:
+        """Writable bytes of an object, without a copy. ``epoch`` is that of the grants or lease it comes from.
+
+        Raises StaleEpoch when the server restarted since: the same entry is something else now. Works while the link
+        is down, as long as the epoch is the latest one known.
+        """
+        return self._link.session_of(epoch).regions.view(entry, length)
+
+    def verify(
+        self, epoch: int, entries: Sequence[int], generations: Sequence[int], lengths: Sequence[int]
+    ) -> list[bool]:
+        """For each object: whether its header still shows it READY with this generation, length and namespace.
+
+        Call it after the copy has completed; only then a ``True`` proves what was copied.
+        """
+        return self._link.session_of(epoch).regions.verify(entries, generations, lengths)
+
+    def adopt(self, epoch: int, entries: Sequence[int], generations: Sequence[int], lengths: Sequence[int]) -> Located:
+        """Objects that another process of this engine leased; raises StaleEpoch in another epoch."""
+        return Located(epoch, entries, generations, lengths, self._link.session_of(epoch).regions)
+
+    def reset(self, *, timeout: float | None = None) -> int:
+        """Drop everything in the namespace (new weights); the weights epoch that this handler uses from here on."""
+        session = self._link.up()
+        current = self._link.call(session, Op.RESET, [self.weights_epoch], single_number, timeout)
+        self._link.weights_epoch = current
+        return current
+
+    def ping(self, *, timeout: float | None = None) -> float:
+        """Seconds of one round trip."""
+        session = self._link.up()
+        start = time.perf_counter()
+        self._link.call(session, Op.PING, (), partial(expect_results, count=0, op="PING"), timeout)
+        return time.perf_counter() - start
+
+    def server_stats(self, *, timeout: float | None = None) -> dict[str, Any]:
+        """What the server counts: server, pools, sessions, counters, namespaces."""
+        return self._link.call(self._link.up(), Op.STATS, (), _single_map, timeout)
+
+    def _presences(self, op: Op, keys: Sequence[bytes], weights_epoch: int | None, timeout: float | None) -> bytes:
+        session = self._link.up()
+        epoch = self._link.weights_epoch if weights_epoch is None else weights_epoch
+        found = []
+        for part, wait in self._parts(len(keys), session, timeout):
+            parse = partial(_presence_column, count=len(part), op=op.name)
+            arguments = [epoch, join_keys(keys[part.start : part.stop])]
+            found.append(self._link.call(session, op, arguments, parse, wait))
+        return b"".join(found)
+
+    def _put_back(self, grants: Grants, indices: Sequence[int]) -> None:
+        items = tuple((grants.entries[index], grants.generations[index]) for index in indices)
+        if items:
+            self._link.defer((grants.epoch, grants.session), Op.ABORT, items)
+
+    def _parts(self, count: int, session: Session, timeout: float | None) -> Iterator[tuple[range, float | None]]:
+        """Slices of a batch that fit one message each, with the seconds that are left for it."""
+        most = max(1, min(MAX_KEYS, (session.max_message - _MESSAGE_OVERHEAD) // _KEY_COST))
+        if count <= most:
+            if count:
+                yield range(count), timeout
+            return
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for start in range(0, count, most):
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise Unavailable(
+                    f"{count - start} of {count} keys were left when the {timeout} s for the call were over"
+                )
+            yield range(start, min(start + most, count)), left
+
+
+def _commit_statuses(results: list[Any], count: int, op: str) -> bytes:
+    expect_results(results, 1, op)
+    return statuses_of(results[0], count, _MAX_COMMIT)
+
+
+def _presence_column(results: list[Any], count: int, op: str) -> bytes:
+    expect_results(results, 1, op)
+    return presence_of(results[0], count)
+
+
+def single_number(results: list[Any]) -> int:
+    """The result of RESET, checked."""
+    expect_results(results, 1, "RESET")
+    if type(results[0]) is not int or results[0] < 0:
+        raise ProtocolError(f"a weights epoch must be a number, got {results[0]!r}")
+    return results[0]
+
+
+def _single_map(results: list[Any]) -> dict[str, Any]:
+    expect_results(results, 1, "STATS")
+    if type(results[0]) is not dict:
+        raise ProtocolError(f"stats must be a map, got {type(results[0]).__name__}")
+    return results[0]
+
+
+_MAX_COMMIT = max(CommitStatus)

@@ -1,0 +1,142 @@
+"""A session: HELLO, the lock file that proves this process is alive, ATTACH."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from attrs import field, frozen
+
+from maru_core.client.columns import expect_results
+from maru_core.client.regions import Regions
+from maru_core.errors import ProtocolError
+from maru_core.protocol import MAX_MESSAGE, PROTOCOL_VERSION, Op
+from maru_core.protocol.codec import describe
+from maru_core.protocol.messages import PoolDescriptor
+
+
+@frozen(eq=False)
+class Session:
+    """What one HELLO gave: who we are for the server, and the pools. ``proof`` is the locked descriptor or ``None``."""
+
+    epoch: int
+    id: int
+    weights_epoch: int
+    pools: tuple[PoolDescriptor, ...]
+    regions: Regions
+    max_message: int
+    server_version: str
+    server_pid: int
+    proof: int | None = field(default=None)
+
+    @property
+    def holder(self) -> tuple[int, int]:
+        """Epoch and id: reservations and leases hold only under an equal pair."""
+        return self.epoch, self.id
+
+
+class Requester(Protocol):
+    """Sends one request of a session that is being opened and returns the results of its reply."""
+
+    def __call__(self, op: Op, epoch: int, session_id: int, arguments: Sequence[Any], /) -> tuple[int, list[Any]]:
+        """Answer the server's epoch and the results; raises MaruError."""
+
+
+class ForkGuard:
+    """Keeps lock files out of forked children, and the children from using what is their parent's.
+
+    A child that kept an open copy of a lock file would keep its parent "alive" after the parent's death. The copies
+    are closed, never unlocked: an unlock in the child would end the parent's lock. No file is opened between the two
+    halves of a fork, so none escapes.
+    """
+
+    def __init__(self, on_fork: Callable[[], None]) -> None:
+        self._lock = threading.Lock()
+        self._open: set[int] = set()
+        self._on_fork = weakref.WeakMethod(on_fork)
+        os.register_at_fork(
+            before=self._lock.acquire, after_in_parent=self._lock.release, after_in_child=self._after_in_child
+        )
+
+    def lock(self, path: str) -> int | None:
+        """Open and lock the server's file; ``None`` when this process cannot see it (another host or container)."""
+        with self._lock:
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError:
+                return None
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(descriptor)
+                return None
+            self._open.add(descriptor)
+            return descriptor
+
+    def close(self, descriptor: int | None) -> None:
+        """Give the proof up; the server may take the session for dead from here on. Idempotent."""
+        with self._lock:
+            if descriptor in self._open:
+                self._open.remove(descriptor)
+                os.close(descriptor)
+
+    def _after_in_child(self) -> None:
+        for descriptor in self._open:
+            os.close(descriptor)
+        self._open.clear()
+        self._lock.release()
+        on_fork = self._on_fork()
+        if on_fork is not None:
+            on_fork()
+
+
+def open_session(
+    request: Requester,
+    guard: ForkGuard,
+    make_regions: Callable[[tuple[PoolDescriptor, ...]], Regions],
+    *,
+    role: str,
+    name: str,
+    descriptor: bytes,
+) -> Session:
+    """HELLO, lock, ATTACH; raises MaruError. A session that fails half-way holds nothing on the server."""
+    identity = [os.getpid(), socket.gethostname(), name]
+    epoch, results = request(Op.HELLO, 0, 0, [PROTOCOL_VERSION, role, identity, descriptor])
+    expect_results(results, 6, "HELLO")
+    session, lock_path, weights_epoch, raw_pools, limits, server = results
+    kinds: tuple[tuple[object, type], ...] = (
+        (session, int),
+        (lock_path, str),
+        (weights_epoch, int),
+        (raw_pools, list),
+        (limits, list),
+        (server, list),
+    )
+    for value, kind in kinds:
+        if type(value) is not kind:
+            raise ProtocolError(f"a reply to HELLO: expected {kind.__name__}, got {describe(value)}")
+    if not limits or type(limits[0]) is not int or len(server) != 2:
+        raise ProtocolError(f"a reply to HELLO must carry limits and the server's version, got {limits!r}, {server!r}")
+    pools = tuple(PoolDescriptor.from_wire(raw) for raw in raw_pools)
+    proof = guard.lock(lock_path)
+    try:
+        request(Op.ATTACH, epoch, session, [proof is not None])
+        return Session(
+            epoch=epoch,
+            id=session,
+            weights_epoch=weights_epoch,
+            pools=pools,
+            regions=make_regions(pools),
+            max_message=min(MAX_MESSAGE, limits[0]),
+            server_version=str(server[0]),
+            server_pid=int(server[1]),
+            proof=proof,
+        )
+    except BaseException:
+        guard.close(proof)
+        raise

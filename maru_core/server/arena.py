@@ -1,0 +1,46 @@
+"""One pool as the directory sees it: free granules, eviction order, headers, and what they add up to."""
+
+from __future__ import annotations
+
+from attrs import define, field
+
+from maru_core.pool_format import HEADER_SIZE
+from maru_core.protocol.messages import PoolDescriptor
+from maru_core.server.allocator import Allocator
+from maru_core.server.eviction import EvictionPolicy, LeastRecentlyUsed, PolicyFactory
+from maru_core.server.headers import HeaderTable
+
+
+@define(eq=False)
+class Arena:
+    """Entries ``base .. end-1``. All amounts in granules; ``reserved + used + free.free == count`` after every call."""
+
+    number: int
+    descriptor: PoolDescriptor
+    free: Allocator
+    policy: EvictionPolicy
+    headers: HeaderTable
+    base: int
+    end: int
+    granule: int
+    reserved: int = 0
+    #: READY objects, and RETIRING ones that somebody still reads.
+    used: int = 0
+    #: The share of ``used`` that is leased.
+    leased: int = 0
+    #: READY objects, in number.
+    objects: int = field(default=0)
+
+    @classmethod
+    def of(
+        cls, number: int, descriptor: PoolDescriptor, table: memoryview, policy: PolicyFactory = LeastRecentlyUsed
+    ) -> Arena:
+        """Over the header table ``table`` (``entry_count * HEADER_SIZE`` writable bytes, zeroed)."""
+        count = descriptor.entry_count
+        base = descriptor.entry_base
+        headers = HeaderTable(table[: count * HEADER_SIZE], base)
+        return cls(number, descriptor, Allocator(count), policy(), headers, base, base + count, descriptor.granule)
+
+    def pages_for(self, length: int) -> int:
+        """Granules that an object of ``length`` bytes takes here."""
+        return -(-length // self.granule)

@@ -1,0 +1,467 @@
+"""From a frame to calls of the directory and back to a frame.
+
+An operation is a generator: it works on at most SLICE keys, yields so that others are served, and returns its results.
+What it took before it yielded is always recorded in its session, so that a session that ends, or a request that is
+cancelled, in the middle leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Generator
+from itertools import count
+from typing import Any, Protocol
+
+import msgpack
+import structlog
+from attrs import define, field
+
+from maru_core import __version__
+from maru_core.errors import ProtocolError
+from maru_core.protocol.codec import decode, describe, unpack_u64
+from maru_core.protocol.messages import MAX_MESSAGE, NO_ENTRY, Code, Op, Presence, ReserveStatus
+from maru_core.protocol.version import PROTOCOL_VERSION
+from maru_core.server import requests, stats
+from maru_core.server.directory import Directory
+from maru_core.server.sessions import AcquireUndo, ReserveUndo, Session, SessionRegistry
+
+#: Keys that are worked on before other requests get their turn: about one millisecond.
+SLICE = 1024
+#: Requests of one session that may be in progress at a time; each may hold MAX_MESSAGE bytes.
+MAX_RUNNING = 32
+
+#: What an operation yields (nothing) and returns (its results).
+Steps = Generator[None, None, list[Any]]
+
+
+class Proofs(Protocol):
+    """How the death of a session's owner is proven (:mod:`maru_core.server.liveness`)."""
+
+    def create(self, session: int) -> str:
+        """Make the lock file of a new session; returns its path. Raises OSError."""
+
+    def held(self, session: int) -> bool:
+        """Whether somebody holds the lock now."""
+
+    def remove(self, session: int) -> None:
+        """Forget the session and unlink its file."""
+
+
+class Refusal(Exception):
+    """An answer other than OK that is no malformed request."""
+
+    def __init__(self, code: Code, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+@define(eq=False)
+class Task:
+    """Work in progress. ``advance`` runs one slice; ``reply`` is the frame to send once it returned True."""
+
+    _handlers: Handlers
+    _steps: Steps
+    _session: Session | None
+    _request: int | None
+    reply: bytes | None = None
+
+    def advance(self) -> bool:
+        """Run one slice; whether that was the last one."""
+        outcome = self._handlers.advance(self._steps, self._session, self._request)
+        if outcome is _UNFINISHED:
+            return False
+        self.reply = outcome
+        if self._session is not None and self._request is not None:
+            self._session.running.discard(self._request)
+            self._session.dropped.discard(self._request)
+        return True
+
+
+_UNFINISHED = b"unfinished"
+
+
+@define(eq=False)
+class Handlers:
+    """Executes requests one slice at a time. ``clock`` in seconds, monotonic."""
+
+    directory: Directory
+    sessions: SessionRegistry
+    proofs: Proofs
+    epoch: int
+    pid: int
+    clock: Callable[[], float]
+    #: The most seconds that one turn of the loop took: one message and one slice.
+    longest_turn: float = 0.0
+    _leases: count[int] = field(init=False, factory=lambda: count(1))
+    _pack: Callable[[Any], bytes] = field(init=False)
+    _operations: dict[int, Callable[[Session, int, list[Any]], Steps]] = field(init=False)
+    _started: float = field(init=False)
+    _log: Any = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._pack = msgpack.Packer(use_bin_type=True).pack
+        self._started = self.clock()
+        self._log = structlog.get_logger(__name__)
+        self.directory.counters.update(
+            dict.fromkeys(("expired_sessions", "bad_requests", "cancelled", "internal_errors", "replies_dropped"), 0)
+        )
+        self._operations = {
+            Op.ATTACH: self._attach,
+            Op.RESERVE: self._reserve,
+            Op.COMMIT: self._commit,
+            Op.ABORT: self._abort,
+            Op.PROBE: self._probe,
+            Op.ACQUIRE: self._acquire,
+            Op.RELEASE: self._release,
+            Op.DELETE: self._delete,
+            Op.RESET: self._reset,
+            Op.CANCEL: self._cancel,
+            Op.BYE: self._bye,
+        }
+
+    # -- the edge --------------------------------------------------------------------------------------------------
+
+    def handle(self, frame: bytes) -> bytes | Task | None:
+        """Begin to execute one frame: its reply, the work that is left, or ``None`` when it cannot be answered."""
+        try:
+            message = decode(frame)
+        except ProtocolError:
+            self.directory.counters["bad_requests"] += 1
+            return None
+        if len(message) < 2 or not requests.is_u64(message[1]):
+            self.directory.counters["bad_requests"] += 1
+            return None
+        request: int = message[1]
+        session: Session | None = None
+        try:
+            if len(message) < 4 or not (type(message[0]) is type(message[2]) is type(message[3]) is int):
+                raise ProtocolError("a request is [op, request id, epoch, session, arguments…], the first four numbers")
+            op, _, epoch, number = message[:4]
+            if epoch != self.epoch and (epoch or op not in _WITHOUT_EPOCH):
+                raise Refusal(Code.STALE_EPOCH, f"this is epoch {self.epoch}, not {epoch}: the server was restarted")
+            if op == Op.HELLO:
+                return self._ok(request, self._hello(message[4:]))
+            session = self.sessions.get(number)
+            if session is None:
+                if number or op not in _WITHOUT_SESSION:
+                    raise Refusal(Code.NO_SESSION, f"session {number} is unknown or closed; send HELLO")
+            else:
+                self.sessions.heard(session, self.clock())
+                if session.cancelled and request in session.cancelled:
+                    del session.cancelled[request]
+                    raise Refusal(Code.CANCELLED, f"request {request} was cancelled before it arrived")
+            if op in _WITHOUT_SESSION:
+                requests.arguments(message[4:], 0)
+                return self._ok(request, [self.stats()] if op == Op.STATS else [])
+            operation = self._operations.get(op)
+            if operation is None:
+                raise ProtocolError(f"unknown operation {describe(op)}")
+            assert session is not None
+            if not session.attached and op in _ATTACHED_ONLY:
+                raise Refusal(Code.NO_SESSION, f"session {number} must ATTACH first")
+            if len(session.running) >= MAX_RUNNING:
+                raise ProtocolError(f"{MAX_RUNNING} long requests of this session are in progress; wait for a reply")
+            steps = operation(session, request, message[4:])
+        except Exception as error:  # noqa: BLE001 - the loop outlives any request
+            return self._failure(request, error)
+        outcome = self.advance(steps, session, request)
+        if outcome is not _UNFINISHED:
+            return outcome
+        session.running.add(request)
+        return Task(self, steps, session, request)
+
+    def advance(self, steps: Steps, session: Session | None, request: int | None) -> bytes | None:
+        """Run one slice of an operation: its reply, or ``_UNFINISHED``; ``None`` when nobody waits for a reply."""
+        try:
+            next(steps)
+        except StopIteration as end:
+            return None if request is None else self._ok(request, end.value)
+        except Exception as error:  # noqa: BLE001 - the loop outlives any request
+            return self._failure(request or 0, error)
+        return _UNFINISHED
+
+    def stats(self) -> dict[str, Any]:
+        """The map that STATS answers."""
+        server = {
+            "version": __version__,
+            "protocol": PROTOCOL_VERSION,
+            "pid": self.pid,
+            "epoch": self.epoch,
+            "uptime_s": self.clock() - self._started,
+            "longest_turn_s": self.longest_turn,
+        }
+        return stats.collect(server, self.directory, self.sessions)
+
+    def sweep(self) -> list[Task]:
+        """Look for dead and silent sessions; returns the work of freeing what they held. Call about once a second."""
+        now = self.clock()
+        gone = self.sessions.expired(now)
+        gone += [s for s in self.sessions if s.attached and s.proof and not self.proofs.held(s.id)]
+        for session in gone:
+            self._log.info("session expired", session=session.id, name=session.name, attached=session.attached)
+            self.directory.counters["expired_sessions"] += 1
+        for session in self.sessions.note_silence(now):
+            self._log.warning("session is silent, what it holds is kept", session=session.id, name=session.name)
+        return [Task(self, self._end(session), None, None) for session in gone]
+
+    def _ok(self, request: int, results: list[Any]) -> bytes:
+        return self._pack([request, self.epoch, 0, *results])
+
+    def _failure(self, request: int, error: Exception) -> bytes:
+        if isinstance(error, Refusal):
+            code, text = error.code, str(error)
+        elif isinstance(error, ProtocolError):
+            code, text = Code.BAD_REQUEST, str(error)
+            self.directory.counters["bad_requests"] += 1
+        else:
+            code, text = Code.INTERNAL, f"{type(error).__name__}: {error}"
+            self.directory.counters["internal_errors"] += 1
+            self._log.error("a request failed", request=request, exc_info=error)
+        if code == Code.CANCELLED:
+            self.directory.counters["cancelled"] += 1
+        return self._pack([request, self.epoch, int(code), text])
+
+    # -- sessions --------------------------------------------------------------------------------------------------
+
+    def _hello(self, raw: list[Any]) -> list[Any]:
+        if raw and raw[0] != PROTOCOL_VERSION:
+            raise Refusal(
+                Code.VERSION,
+                f"this server speaks protocol {PROTOCOL_VERSION} (Maru {__version__}), the client {describe(raw[0])}; "
+                f"install the same version of Maru on both sides",
+            )
+        hello = requests.hello(raw)
+        namespace = self.directory.namespaces.open(hello.descriptor)
+        session = self.sessions.open(namespace, hello.role, hello.name, self.clock())
+        try:
+            path = self.proofs.create(session.id)
+        except OSError:
+            self.sessions.close(session)
+            raise
+        pools = [arena.descriptor.to_wire() for arena in self.directory.arenas]
+        return [session.id, path, namespace.weights_epoch, pools, [MAX_MESSAGE], [__version__, self.pid]]
+
+    def _attach(self, session: Session, request: int, raw: list[Any]) -> Steps:
+        yield from ()
+        proof = requests.flag(requests.arguments(raw, 1)[0], "proof held")
+        if proof and not self.proofs.held(session.id):
+            raise ProtocolError("the lock file is not locked; take an exclusive flock on it before ATTACH")
+        session.proof = proof
+        session.attached = True
+        return []
+
+    def _bye(self, session: Session, request: int, raw: list[Any]) -> Steps:
+        requests.arguments(raw, 0)
+        return (yield from self._end(session))
+
+    def _end(self, session: Session) -> Steps:
+        self.sessions.close(session)
+        self.proofs.remove(session.id)
+        while not self.directory.end_session(session, SLICE):
+            yield
+        return []
+
+    def _cancel(self, session: Session, request: int, raw: list[Any]) -> Steps:
+        ids = unpack_u64(requests.arguments(raw, 1)[0])
+        requests.within_limit(len(ids))
+        for number in ids:
+            if number in session.running:
+                session.dropped.add(number)
+                continue
+            undo = session.undo.pop(number, None)
+            if undo is None:
+                session.expect_cancelled(number)
+                continue
+            self.directory.counters["cancelled"] += 1
+            if isinstance(undo, ReserveUndo):
+                yield from self._give_back(session, undo.entries, undo.generations)
+            else:
+                yield from self._end_lease(session, undo.lease)
+            yield
+        return []
+
+    def _go_on(self, session: Session, request: int) -> bool:
+        """After a yield: False when the request was cancelled; raises when its session ended."""
+        if session.closed:
+            raise Refusal(Code.NO_SESSION, f"session {session.id} ended while the request was in progress")
+        return request not in session.dropped
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def _reserve(self, session: Session, request: int, raw: list[Any]) -> Steps:
+        weights_epoch, keys, parents, length = requests.arguments(raw, 4)
+        requests.number(weights_epoch, "weights epoch")
+        total = requests.key_count(keys)
+        if type(parents) is not bytes or len(parents) not in (0, len(keys)):
+            raise ProtocolError(f"parents must be empty or as many as keys ({total}), got {describe(parents)}")
+        sizes = requests.lengths(length, total)
+        statuses, entries, generations = bytearray(), array("I"), array("I")
+        for at in range(0, total, SLICE):
+            part = requests.key_slice(keys, at, SLICE)
+            if weights_epoch != session.namespace.weights_epoch:
+                statuses += bytes([ReserveStatus.REFUSED]) * len(part)
+                entries.extend([NO_ENTRY] * len(part))
+                generations.extend([0] * len(part))
+            else:
+                part_parents = requests.key_slice(parents, at, SLICE)
+                part_sizes = sizes if type(sizes) is int else sizes[at : at + SLICE]  # type: ignore[index]
+                got = self.directory.reserve(session, part, part_parents, part_sizes)
+                statuses += got[0]
+                entries += got[1]
+                generations += got[2]
+            if at + SLICE < total:
+                yield
+                if not self._go_on(session, request):
+                    yield from self._give_back(session, *_taken(statuses, entries, generations))
+                    raise Refusal(Code.CANCELLED, f"request {request} was cancelled")
+        mine = _taken(statuses, entries, generations)
+        if mine[0]:
+            session.remember(request, ReserveUndo(*mine))
+        return [bytes(statuses), entries.tobytes(), generations.tobytes()]
+
+    def _give_back(self, session: Session, entries: list[int], generations: list[int]) -> Generator[None, None, None]:
+        for at in range(0, len(entries), SLICE):
+            if session.closed:
+                return
+            self.directory.abort(session, entries[at : at + SLICE], generations[at : at + SLICE])
+            yield
+
+    def _commit(self, session: Session, request: int, raw: list[Any]) -> Steps:
+        entries, generations = requests.handles(*requests.arguments(raw, 3)[:2])
+        checksums = unpack_u64(raw[2]) if raw[2] == b"" else unpack_u64(raw[2], len(entries))
+        statuses = bytearray()
+        for at in range(0, len(entries), SLICE):
+            if at:
+                yield
+                self._go_on(session, request)
+            part = slice(at, at + SLICE)
+            statuses += self.directory.commit(
+                session, entries[part].tolist(), generations[part].tolist(), checksums[part]
+            )
+        return [bytes(statuses)]
+
+    def _abort(self, session: Session, request: int, raw: list[Any]) -> Steps:
+        entries, generations = requests.handles(*requests.arguments(raw, 2))
+        statuses = bytearray()
+        for at in range(0, len(entries), SLICE):
+            if at:
+                yield
+                self._go_on(session, request)
+            part = slice(at, at + SLICE)
+            statuses += self.directory.abort(session, entries[part].tolist(), generations[part].tolist())
+        return [bytes(statuses)]
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def _probe(self, session: Session, request: int, raw: list[Any]) -> Steps:
+        weights_epoch, keys = requests.arguments(raw, 2)
+        requests.number(weights_epoch, "weights epoch")
+        total = requests.key_count(keys)
+        statuses = bytearray()
+        for at in range(0, total, SLICE):
+            if at:
+                yield
+                self._go_on(session, request)
+            part = requests.key_slice(keys, at, SLICE)
+            current = weights_epoch == session.namespace.weights_epoch
+            statuses += self.directory.probe(session, part) if current else bytes(len(part))
+        return [bytes(statuses)]
+
+    def _acquire(self, session: Session, request: int, raw: list[Any]) -> Steps:
+        weights_epoch, keys, leading = requests.arguments(raw, 3)
+        requests.number(weights_epoch, "weights epoch")
+        requests.flag(leading, "leading only")
+        total = requests.key_count(keys)
+        lease = next(self._leases)
+        statuses, entries, generations, lengths = bytearray(), array("I"), array("I"), array("Q")
+        for at in range(0, total, SLICE):
+            part = requests.key_slice(keys, at, SLICE)
+            current = weights_epoch == session.namespace.weights_epoch
+            stopped = leading and at and statuses[-1] != Presence.READY
+            if not current or stopped:
+                self.directory.counters["misses"] += len(part)
+                statuses += bytes(len(part))
+                entries.extend([NO_ENTRY] * len(part))
+                generations.extend([0] * len(part))
+                lengths.extend([0] * len(part))
+            else:
+                got = self.directory.acquire(session, lease, part, leading)
+                statuses += got[0]
+                entries += got[1]
+                generations += got[2]
+                lengths += got[3]
+            if at + SLICE < total:
+                yield
+                if not self._go_on(session, request):
+                    yield from self._end_lease(session, lease)
+                    raise Refusal(Code.CANCELLED, f"request {request} was cancelled")
+        if lease in session.leases:
+            session.remember(request, AcquireUndo(lease))
+        else:
+            lease = 0
+        return [lease, bytes(statuses), entries.tobytes(), generations.tobytes(), lengths.tobytes()]
+
+    def _end_lease(self, session: Session, lease: int) -> Generator[None, None, bool]:
+        """Release all of a lease; returns whether it was known."""
+        known, done = self.directory.release(session, lease, SLICE)
+        while not done:
+            yield
+            if session.closed:
+                break
+            _, done = self.directory.release(session, lease, SLICE)
+        return known
+
+    def _release(self, session: Session, request: int, raw: list[Any]) -> Steps:
+        leases = unpack_u64(requests.arguments(raw, 1)[0])
+        requests.within_limit(len(leases))
+        statuses = bytearray()
+        worked = 0
+        for lease in leases:
+            held = session.leases.get(lease)
+            worked += 1 + (len(held) if held is not None else 0)
+            if worked > SLICE:
+                yield
+                self._go_on(session, request)
+                worked = 0
+            known = yield from self._end_lease(session, lease)
+            statuses.append(not known)
+        return [bytes(statuses)]
+
+    def _delete(self, session: Session, request: int, raw: list[Any]) -> Steps:
+        weights_epoch, keys = requests.arguments(raw, 2)
+        requests.number(weights_epoch, "weights epoch")
+        total = requests.key_count(keys)
+        statuses = bytearray()
+        for at in range(0, total, SLICE):
+            if at:
+                yield
+                self._go_on(session, request)
+            part = requests.key_slice(keys, at, SLICE)
+            current = weights_epoch == session.namespace.weights_epoch
+            statuses += self.directory.delete(session, part) if current else bytes(len(part))
+        return [bytes(statuses)]
+
+    def _reset(self, session: Session, request: int, raw: list[Any]) -> Steps:
+        weights_epoch = requests.number(requests.arguments(raw, 1)[0], "weights epoch")
+        namespace = session.namespace
+        hidden = self.directory.reset(namespace, weights_epoch)
+        # The answer is the epoch that began here, even if another reset follows while this one still frees.
+        current = namespace.weights_epoch
+        while hidden is not None and not self.directory.drain(namespace, hidden, SLICE):
+            yield
+        return [current]
+
+
+_WITHOUT_EPOCH = frozenset({int(Op.HELLO), int(Op.PING), int(Op.STATS)})
+_WITHOUT_SESSION = frozenset({int(Op.PING), int(Op.STATS)})
+_ATTACHED_ONLY = frozenset(
+    int(op) for op in (Op.RESERVE, Op.COMMIT, Op.ABORT, Op.ACQUIRE, Op.RELEASE, Op.DELETE, Op.RESET)
+)
+
+
+def _taken(statuses: bytearray, entries: array[int], generations: array[int]) -> tuple[list[int], list[int]]:
+    """Entries and generations of the keys that were answered NEW."""
+    if not any(statuses):
+        return entries.tolist(), generations.tolist()
+    new = [at for at, status in enumerate(statuses) if status == ReserveStatus.NEW]
+    return [entries[at] for at in new], [generations[at] for at in new]

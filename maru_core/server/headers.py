@@ -1,0 +1,117 @@
+"""Writes the header table of one pool (:mod:`maru_core.pool_format`), in batches.
+
+The table is any writable memory, so tests pass a ``bytearray``. Little-endian hosts only, as is the pool format.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Sequence
+from itertools import repeat
+
+from maru_core.pool_format import (
+    HEADER_BODY,
+    HEADER_CHECKSUM_OFFSET,
+    HEADER_SIZE,
+    HEADER_VIEW_OFFSET,
+    Header,
+    State,
+    unpack_header,
+)
+
+_WORDS = HEADER_SIZE // 4
+_CRC_GAP = bytes(4)
+
+
+class HeaderTable:
+    """Header table of the entries ``base .. base+count-1``; the only writer of it."""
+
+    def __init__(self, table: memoryview, base: int) -> None:
+        self._bytes = table.cast("B")
+        self._words = self._bytes.cast("I")
+        self._base = base
+        # CRC-32 is linear: for messages of one length crc(a ^ b) == crc(a) ^ crc(b) ^ crc(0). A change of the state
+        # byte therefore changes the CRC by a constant, and nobody has to read the other 123 bytes again.
+        nothing = zlib.crc32(bytes(HEADER_BODY.size))
+        self._flip = [zlib.crc32(bytes([x]) + bytes(HEADER_BODY.size - 1)) ^ nothing for x in range(4)]
+
+    def write_reserved(
+        self,
+        start: int,
+        stride: int,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes] | repeat[bytes],
+        generations: Sequence[int],
+        length: int,
+        session: int,
+        digest: bytes,
+        weights_epoch: int,
+    ) -> None:
+        """RESERVED headers of ``len(keys)`` objects at ``start``, ``start + stride``, … of ``length`` bytes each."""
+        same = map(
+            HEADER_BODY.pack,
+            repeat(int(State.RESERVED)),
+            generations,
+            repeat(length),
+            repeat(session),
+            repeat(0),
+            repeat(digest),
+            repeat(weights_epoch),
+            keys,
+            parents,
+        )
+        bodies = [b"", *same]
+        crcs = array("I", map(zlib.crc32, bodies[1:]))
+        first = start - self._base
+        if stride == 1:
+            # The CRCs come last: a reader in between sees a torn header, never a wrong one.
+            self._bytes[first * HEADER_SIZE : (first + len(keys)) * HEADER_SIZE] = _CRC_GAP.join(bodies)
+        else:
+            step = stride * HEADER_SIZE
+            at = first * HEADER_SIZE
+            for body in bodies[1:]:
+                self._bytes[at : at + HEADER_SIZE] = _CRC_GAP + body
+                at += step
+        begin = first * _WORDS
+        step = stride * _WORDS
+        self._words[begin : begin + len(keys) * step : step] = memoryview(crcs)
+
+    def change_state(self, entries: list[int], old: State, new: State) -> None:
+        """Rewrite the state of headers whose state is ``old``; their CRCs follow."""
+        flip = self._flip[old ^ new]
+        count = len(entries)
+        first = entries[0] - self._base
+        stride = entries[1] - entries[0] if count > 1 else 1
+        if stride > 0 and entries == list(range(entries[0], entries[0] + count * stride, stride)):
+            step = stride * HEADER_SIZE
+            begin = first * HEADER_SIZE + HEADER_VIEW_OFFSET
+            self._bytes[begin : begin + count * step : step] = bytes([new]) * count
+            step = stride * _WORDS
+            begin = first * _WORDS
+            crcs = self._words[begin : begin + count * step : step]
+            crcs[:] = memoryview(array("I", [crc ^ flip for crc in crcs.tolist()]))
+            return
+        states, words, base = self._bytes, self._words, self._base
+        for entry in entries:
+            at = entry - base
+            states[at * HEADER_SIZE + HEADER_VIEW_OFFSET] = new
+            words[at * _WORDS] ^= flip
+
+    def set_checksum(self, entry: int, checksum: int) -> None:
+        """Put the payload's checksum into a header."""
+        at = (entry - self._base) * HEADER_SIZE
+        body = bytearray(self._bytes[at + HEADER_VIEW_OFFSET : at + HEADER_SIZE])
+        where = HEADER_CHECKSUM_OFFSET - HEADER_VIEW_OFFSET
+        body[where : where + 8] = checksum.to_bytes(8, "little")
+        self._bytes[at : at + HEADER_SIZE] = zlib.crc32(body).to_bytes(4, "little") + body
+
+    def read(self, entry: int) -> Header | None:
+        """The header of ``entry``; ``None`` when its CRC does not hold."""
+        at = (entry - self._base) * HEADER_SIZE
+        return unpack_header(self._bytes[at : at + HEADER_SIZE])
+
+    def release(self) -> None:
+        """Let go of the memory, so that the pool can be unmapped."""
+        self._words.release()
+        self._bytes.release()

@@ -1,0 +1,111 @@
+"""The loop: one ROUTER socket, one thread, one frame or one slice at a time.
+
+Between two slices of long requests every waiting message gets its turn, so nobody waits longer than a message and a
+slice of each other peer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+from maru_core.protocol.messages import MAX_MESSAGE
+from maru_core.server.handlers import Handlers, Task
+
+#: Seconds between two looks for dead sessions; a killed client's pages are free within about this time.
+SWEEP_INTERVAL = 0.5
+#: Longest wait for a message before the loop looks at the clock and at signals, in milliseconds.
+_WAIT_MS = 100
+#: Messages that wait per peer in each direction. A peer that does not read loses further replies.
+_RECEIVE_LIMIT = 32
+_SEND_LIMIT = 256
+
+
+class ServerLoop:
+    """Serves ``handlers`` until ``stop`` is called or nobody was attached for ``idle_exit`` seconds."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        handlers: Handlers,
+        idle_exit: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._handlers = handlers
+        self._idle_exit = idle_exit
+        self._clock = clock
+        self._tasks: deque[tuple[bytes, Task]] = deque()
+        self._stopping = False
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
+        self._socket.setsockopt(zmq.RCVHWM, _RECEIVE_LIMIT)
+        self._socket.setsockopt(zmq.SNDHWM, _SEND_LIMIT)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 0)
+        self._socket.setsockopt(zmq.BACKLOG, 1024)
+        self._socket.setsockopt(zmq.RCVTIMEO, _WAIT_MS)
+
+    def bind(self, url: str) -> str:
+        """Listen; returns the address with any wildcard filled in. Raises zmq.ZMQError."""
+        if url.startswith("tcp://["):
+            self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.bind(url)
+        endpoint: bytes = self._socket.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
+        return endpoint.rstrip(b"\0").decode()
+
+    def stop(self) -> None:
+        """End :meth:`run` soon; safe in a signal handler and from other threads."""
+        self._stopping = True
+
+    def run(self) -> None:
+        """Serve."""
+        handlers, tasks, receive, clock = self._handlers, self._tasks, self._socket.recv_multipart, self._clock
+        busy_since = clock()
+        next_sweep = busy_since + SWEEP_INTERVAL
+        while not self._stopping:
+            try:
+                frames = receive(zmq.NOBLOCK if tasks else 0)
+            except zmq.Again:
+                frames = None
+            started = clock()
+            if frames is not None:
+                if len(frames) == 2:
+                    outcome = handlers.handle(frames[1])
+                    if type(outcome) is bytes:
+                        self._send(frames[0], outcome)
+                    elif outcome is not None:
+                        tasks.append((frames[0], outcome))  # type: ignore[arg-type]
+                else:
+                    handlers.directory.counters["bad_requests"] += 1
+                frames = None
+            if tasks:
+                peer, task = tasks.popleft()
+                if not task.advance():
+                    tasks.append((peer, task))
+                elif task.reply is not None:
+                    self._send(peer, task.reply)
+            now = clock()
+            if now - started > handlers.longest_turn:
+                handlers.longest_turn = now - started
+            if now >= next_sweep:
+                next_sweep = now + SWEEP_INTERVAL
+                tasks.extend((b"", task) for task in handlers.sweep())
+                if self._idle_exit is not None:
+                    if handlers.sessions.attached:
+                        busy_since = now
+                    elif now - busy_since >= self._idle_exit:
+                        return
+
+    def close(self) -> None:
+        """Close the socket; what was not sent is dropped."""
+        self._socket.close(0)
+
+    def _send(self, peer: bytes, reply: bytes) -> None:
+        try:
+            self._socket.send_multipart((peer, reply), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            # The peer is gone or does not read; it will time out and cancel. Nobody else waits for it.
+            self._handlers.directory.counters["replies_dropped"] += 1

@@ -1,0 +1,188 @@
+"""``maru serve``: puts lock, pools, directory and loop together, and takes them down again."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+
+import structlog
+import zmq
+from attrs import frozen
+
+from maru_core import __version__
+from maru_core.contracts import Pool, PoolRequest, StorageBackend
+from maru_core.errors import BackendError, ConfigError
+from maru_core.pool_format import HEADER_SIZE
+from maru_core.protocol.messages import NO_ENTRY
+from maru_core.protocol.version import PROTOCOL_VERSION
+from maru_core.runtime_dir import RuntimeDir, check_url
+from maru_core.server.arena import Arena
+from maru_core.server.directory import Directory
+from maru_core.server.handlers import Handlers
+from maru_core.server.liveness import SessionLocks
+from maru_core.server.loop import ServerLoop
+from maru_core.server.sessions import SessionRegistry
+
+
+@frozen
+class ServerSettings:
+    """What a server is started with. Sizes in bytes, times in seconds.
+
+    ``url`` ``None``: the socket of the runtime folder. ``runtime_dir`` ``None``: the per-user folder. ``idle_exit``
+    ``None``: serve until stopped. ``lease_share``: the part of a pool that one session may lease.
+    """
+
+    pool_sizes: tuple[int, ...]
+    granule: int = 64 * 1024
+    pool_path: str | None = None
+    url: str | None = None
+    runtime_dir: str | None = None
+    idle_exit: float | None = None
+    lease_share: float = 0.5
+
+
+def run_server(
+    settings: ServerSettings, backend: StorageBackend, *, ready: Callable[[str], None] | None = None
+) -> None:
+    """Serve until SIGTERM, SIGINT or idle; ``ready`` is called with the address once clients can connect.
+
+    Raises AlreadyRunning when another server has the runtime folder, ConfigError for a setting, BackendError when
+    there is no room for a pool. Nothing stays behind, except the lock file.
+    """
+    if not settings.pool_sizes or not 0 < settings.lease_share <= 1:
+        raise ConfigError(f"a server needs a pool and a lease share in (0, 1], got {settings}")
+    log = structlog.get_logger(__name__)
+    runtime = RuntimeDir.open(settings.runtime_dir)
+    url = check_url(settings.url) if settings.url else runtime.url
+    with ExitStack() as cleanup:
+        cleanup.callback(os.close, runtime.lock_server())
+        locks = SessionLocks(runtime.sessions)
+        locks.prepare()
+        cleanup.callback(locks.close)
+        _allow_many_sessions()
+        arenas = _create_pools(settings, backend, runtime.owner, cleanup)
+        epoch = secrets.randbits(63) | 1
+        handlers = Handlers(
+            Directory(arenas, settings.lease_share),
+            SessionRegistry(len(arenas), lambda: secrets.randbits(63)),
+            locks,
+            epoch,
+            os.getpid(),
+            time.monotonic,
+        )
+        context: zmq.Context[zmq.Socket[bytes]] = cleanup.enter_context(zmq.Context())
+        loop = ServerLoop(context, handlers, settings.idle_exit)
+        cleanup.callback(loop.close)
+        address = _bind(loop, url, cleanup)
+        runtime.write_info(
+            {
+                "pid": os.getpid(),
+                "version": __version__,
+                "protocol": PROTOCOL_VERSION,
+                "url": address,
+                "started": time.time(),
+            }
+        )
+        cleanup.callback(runtime.server_info.unlink, missing_ok=True)
+        cleanup.enter_context(_stop_on_signal(loop))
+        for arena in arenas:
+            log.info(
+                "pool ready",
+                pool=arena.number,
+                backend=backend.name,
+                location=arena.descriptor.location,
+                bytes=arena.descriptor.size,
+                granule=arena.granule,
+            )
+        log.info("serving", url=address, epoch=epoch, bytes_total=sum(arena.descriptor.size for arena in arenas))
+        # What exists now lives as long as the server: the collector need not look at it again in a pause.
+        gc.collect()
+        gc.freeze()
+        if ready is not None:
+            ready(address)
+        loop.run()
+        log.info("stopping", sessions=len(handlers.sessions))
+
+
+def _create_pools(settings: ServerSettings, backend: StorageBackend, owner: str, cleanup: ExitStack) -> list[Arena]:
+    arenas: list[Arena] = []
+    base = 0
+    for number, size in enumerate(settings.pool_sizes):
+        request = PoolRequest(number, size, settings.granule, base, settings.pool_path, owner)
+        pool: Pool = backend.create_pool(request)
+        cleanup.callback(pool.destroy)
+        region = pool.region
+        descriptor = region.descriptor
+        base += descriptor.entry_count
+        if base >= NO_ENTRY:
+            raise BackendError(f"pools of {base} granules in all, the limit is {NO_ENTRY - 1}; raise maru_chunk_size")
+        end = descriptor.table_offset + descriptor.entry_count * HEADER_SIZE
+        table = region.buffer[descriptor.table_offset : end]
+        cleanup.callback(table.release)
+        arena = Arena.of(number, descriptor, table)
+        cleanup.callback(arena.headers.release)
+        arenas.append(arena)
+    return arenas
+
+
+def _bind(loop: ServerLoop, url: str, cleanup: ExitStack) -> str:
+    path = url.removeprefix("ipc://") if url.startswith("ipc://") else None
+    if path is not None:
+        # bind() would silently take the path over from whoever listens there; a killed server only leaves the name.
+        if _listens(path):
+            raise ConfigError(f"somebody already listens at {url}; choose another maru_server_url")
+        _unlink(path)
+    try:
+        address = loop.bind(url)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot listen at {url}: {error}; choose another maru_server_url") from error
+    if path is not None:
+        os.chmod(path, 0o600)
+        cleanup.callback(_unlink, path)
+    return address
+
+
+def _listens(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return
+
+
+def _allow_many_sessions() -> None:
+    """Each session costs the server two descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+@contextmanager
+def _stop_on_signal(loop: ServerLoop) -> Iterator[None]:
+    """SIGTERM and SIGINT end the loop, where handlers can be set at all (the main thread)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        loop.stop()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,145 @@
+"""Who holds what: sessions, their reservations and leases, and what of their requests can still be undone."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+from attrs import define, field, frozen
+
+from maru_core.server.namespaces import NamespaceState
+
+#: Requests with effects that a session can still cancel, and cancelled ids that are waited for, per session.
+UNDO_LIMIT = 1024
+#: A session that has not attached by then is dropped; a silent one without proof counts as quarantined. Seconds.
+PATIENCE = 60.0
+
+
+@frozen
+class ReserveUndo:
+    """What a RESERVE took: parallel lists of first entries and generations."""
+
+    entries: list[int]
+    generations: list[int]
+
+
+@frozen
+class AcquireUndo:
+    """The lease that an ACQUIRE took."""
+
+    lease: int
+
+
+Undo = ReserveUndo | AcquireUndo
+
+
+@define(eq=False)
+class Session:
+    """One connected handler. ``pools`` is the number of pools; columns hold granules per pool."""
+
+    id: int
+    namespace: NamespaceState
+    role: str
+    name: str
+    seen: float
+    pools: int
+    attached: bool = False
+    #: Whether the owner holds the ``flock`` by which its death can be proven.
+    proof: bool = False
+    #: Nothing is executed for it any more; what it holds is being freed.
+    closed: bool = False
+    #: First entries that may be committed, and those that a reset came between (freed by COMMIT or ABORT).
+    reserved: set[int] = field(factory=set)
+    doomed: set[int] = field(factory=set)
+    #: Leases by id, and how many of them hold each entry.
+    leases: dict[int, array[int]] = field(factory=dict)
+    held: dict[int, int] = field(factory=dict)
+    reserved_pages: list[int] = field(init=False)
+    leased_pages: list[int] = field(init=False)
+    undo: OrderedDict[int, Undo] = field(factory=OrderedDict)
+    #: Requests in progress, and those of them that were cancelled meanwhile.
+    running: set[int] = field(factory=set)
+    dropped: set[int] = field(factory=set)
+    #: Ids that were cancelled before they arrived.
+    cancelled: OrderedDict[int, None] = field(factory=OrderedDict)
+
+    def __attrs_post_init__(self) -> None:
+        self.reserved_pages = [0] * self.pools
+        self.leased_pages = [0] * self.pools
+
+    def remember(self, request: int, undo: Undo) -> None:
+        """Keep how to undo ``request``; the oldest record is forgotten."""
+        self.undo[request] = undo
+        if len(self.undo) > UNDO_LIMIT:
+            self.undo.popitem(last=False)
+
+    def expect_cancelled(self, request: int) -> None:
+        """Refuse ``request`` when it arrives; the oldest such id is forgotten."""
+        self.cancelled[request] = None
+        if len(self.cancelled) > UNDO_LIMIT:
+            self.cancelled.popitem(last=False)
+
+
+class SessionRegistry:
+    """All sessions by id. Pure: ids come from ``new_id``, time is passed in (seconds, monotonic)."""
+
+    def __init__(self, pools: int, new_id: Callable[[], int]) -> None:
+        self._pools = pools
+        self._new_id = new_id
+        self._by_id: dict[int, Session] = {}
+        #: Attached sessions without proof that have been silent for long.
+        self.silent: dict[int, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._by_id.values()))
+
+    @property
+    def attached(self) -> int:
+        """Number of attached sessions."""
+        return sum(session.attached for session in self._by_id.values())
+
+    def open(self, namespace: NamespaceState, role: str, name: str, now: float) -> Session:
+        """A new session, not attached."""
+        number = self._new_id()
+        while number == 0 or number in self._by_id:
+            number = self._new_id()
+        session = Session(number, namespace, role, name, now, self._pools)
+        self._by_id[number] = session
+        namespace.sessions[number] = session
+        return session
+
+    def get(self, number: int) -> Session | None:
+        """The session, unless unknown or closed."""
+        session = self._by_id.get(number)
+        return None if session is None or session.closed else session
+
+    def close(self, session: Session) -> None:
+        """Forget ``session``; what it holds is the caller's business."""
+        session.closed = True
+        self._by_id.pop(session.id, None)
+        self.silent.pop(session.id, None)
+        session.namespace.sessions.pop(session.id, None)
+
+    def heard(self, session: Session, now: float) -> None:
+        """A message of ``session`` came in."""
+        session.seen = now
+        if self.silent:
+            self.silent.pop(session.id, None)
+
+    def expired(self, now: float) -> list[Session]:
+        """Sessions that never attached in time; they hold nothing."""
+        return [s for s in self._by_id.values() if not s.attached and now - s.seen > PATIENCE]
+
+    def note_silence(self, now: float) -> list[Session]:
+        """Mark attached sessions without proof that are silent for long; returns those newly marked."""
+        fresh = [
+            s
+            for s in self._by_id.values()
+            if s.attached and not s.proof and now - s.seen > PATIENCE and s.id not in self.silent
+        ]
+        self.silent.update((s.id, s) for s in fresh)
+        return fresh

@@ -1,0 +1,51 @@
+"""What STATS answers: counters that are kept anyway, put into one map of plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+from maru_core.server.directory import Directory
+from maru_core.server.sessions import SessionRegistry
+
+#: Namespaces that one answer lists at most.
+MAX_LISTED = 100
+
+
+def collect(server: Mapping[str, Any], directory: Directory, sessions: SessionRegistry) -> dict[str, Any]:
+    """The map of STATS; amounts in bytes, rounded up to granules. O(pools + listed namespaces + silent sessions)."""
+    pools = []
+    for arena in directory.arenas:
+        quarantined = sum(session.reserved_pages[arena.number] for session in sessions.silent.values())
+        granule = arena.granule
+        pools.append(
+            {
+                "pool": arena.descriptor.pool,
+                "backend": arena.descriptor.backend,
+                "location": arena.descriptor.location,
+                "granule": granule,
+                "capacity": (arena.end - arena.base) * granule,
+                "used": arena.used * granule,
+                "free": arena.free.free * granule,
+                "reserved": (arena.reserved - quarantined) * granule,
+                "quarantined": quarantined * granule,
+                "leased": arena.leased * granule,
+                "objects": arena.objects,
+            }
+        )
+    return {
+        "server": dict(server),
+        "pools": pools,
+        "sessions": sessions.attached,
+        "counters": dict(directory.counters),
+        "namespaces": [
+            {
+                "digest": namespace.digest.hex(),
+                "objects": namespace.objects,
+                "bytes": namespace.stored_bytes,
+                "weights_epoch": namespace.weights_epoch,
+            }
+            for namespace in islice(directory.namespaces, MAX_LISTED)
+        ],
+    }

@@ -1,0 +1,242 @@
+"""Servers that are killed, stopped, silent or of another version, and what a handler makes of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from maru_core.client import MaruHandler, StoreResult
+from maru_core.errors import MaruError, StaleEpoch, Unavailable, VersionMismatch
+from maru_core.protocol import Code, CommitStatus, Op, Presence, ReserveStatus
+from tests.client.fake_server import eventually
+from tests.client.real import Folder
+
+
+def used(handler: MaruHandler) -> tuple[int, int, int, int]:
+    pool = handler.stats()["pools"][0]
+    assert pool["used"] + pool["free"] + pool["reserved"] + pool["quarantined"] == pool["capacity"]
+    return pool["used"], pool["reserved"], pool["leased"], pool["quarantined"]
+
+
+def store_until_it_works(handler: MaruHandler, key: str, data: bytes, within: float) -> float:
+    start = time.monotonic()
+    while True:
+        begin = time.monotonic()
+        try:
+            assert handler.store(key, data) is StoreResult.STORED
+            return time.monotonic() - start
+        except Unavailable:
+            assert time.monotonic() - begin < 2.2, "a call outlasted its deadline"
+            assert time.monotonic() - start < within, "no recovery"
+            time.sleep(0.01)
+
+
+def test_a_killed_server_is_started_again_and_the_same_handler_works(folder: Folder) -> None:
+    handler = folder.connect()
+    assert handler.store("a", b"old") is StoreResult.STORED
+    held = handler.retrieve("a")
+    assert held is not None
+    assert held.verify()
+    for round_ in range(2):
+        epoch = handler.epoch
+        os.kill(folder.pid(), signal.SIGKILL)
+        store_until_it_works(handler, f"b{round_}", b"new", within=4)
+        assert handler.epoch != epoch
+        again = handler.retrieve(f"b{round_}")
+        assert again is not None
+        assert bytes(again.view) == b"new"
+        again.close()
+    assert handler.retrieve("a") is None, "a cold start has nothing"
+    assert bytes(held.view) == b"old", "what was mapped stays readable"
+    assert not held.verify(), "but it proves nothing any more"
+    held.close()
+    assert len(folder.pids()) == 1
+    eventually(lambda: used(handler)[1:] == (0, 0, 0))
+
+
+def test_calls_in_flight_when_the_server_dies_end_early(folder: Folder) -> None:
+    handler = folder.connect(request_timeout=30)
+    os.kill(folder.pid(), signal.SIGSTOP)
+    took: list[float] = []
+
+    def call() -> None:
+        start = time.monotonic()
+        with pytest.raises(Unavailable):
+            handler.probe([bytes(32)])
+        took.append(time.monotonic() - start)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    time.sleep(0.05)
+    os.kill(folder.pid(), signal.SIGKILL)
+    thread.join(5)
+    assert took
+    assert took[0] < 2
+
+
+def test_a_stopped_server_loses_nothing_and_doubles_nothing(folder: Folder) -> None:
+    handler = folder.connect(request_timeout=0.3)
+    keys = [bytes([index]) * 32 for index in range(1, 9)]
+    grants = handler.reserve(keys[:4], 100)
+    held = handler.reserve(keys[6:], 100)
+    for index in grants.new:
+        handler.view(grants.epoch, grants.entries[index], 100)[:] = keys[index][:1] * 100
+    handler.commit(grants)
+    lease = handler.acquire(keys[:2], leading=True)
+    server = folder.pid()
+    os.kill(server, signal.SIGSTOP)
+    try:
+        with pytest.raises(Unavailable):
+            handler.reserve(keys[4:6], 100)
+        start = time.monotonic()
+        for call in (lambda: handler.reserve(keys[4:6], 100), lambda: handler.acquire(keys, leading=True)):
+            with pytest.raises(Unavailable):
+                call()
+        assert time.monotonic() - start < 0.1, "known to be away: no second wait"
+        handler.release(lease)
+        time.sleep(1.5)
+    finally:
+        os.kill(server, signal.SIGCONT)
+    eventually(lambda: handler.is_up)
+    assert folder.pids() == [server], "a stopped server is not replaced"
+    assert handler.epoch == grants.epoch
+    # The late reservation was cancelled: a retry gets the pages, once.
+    again = handler.reserve(keys[4:6], 100)
+    assert again.statuses == bytes([ReserveStatus.NEW] * 2)
+    assert handler.commit(again) == bytes([CommitStatus.OK] * 2)
+    # What was held before is still held and can still be committed.
+    assert handler.commit(held) == bytes([CommitStatus.OK] * 2)
+    assert handler.probe(keys) == bytes([Presence.READY] * 8)
+    eventually(lambda: used(handler) == (8 * 4096, 0, 0, 0))
+
+
+def test_a_commit_that_timed_out_is_resolved(folder: Folder) -> None:
+    handler = folder.connect(request_timeout=0.3)
+    grants = handler.reserve([b"k" * 32], 100)
+    server = folder.pid()
+    os.kill(server, signal.SIGSTOP)
+    try:
+        with pytest.raises(Unavailable):
+            handler.commit(grants)
+    finally:
+        os.kill(server, signal.SIGCONT)
+    eventually(lambda: handler.is_up)
+    eventually(lambda: used(handler)[1] == 0)
+    # Either outcome is right as long as it is one of the two and nothing is left in between.
+    again = handler.reserve([b"k" * 32], 100)
+    assert again.statuses[0] in (ReserveStatus.NEW, ReserveStatus.PRESENT)
+
+
+def test_threads_recover_from_a_kill_without_mixing_epochs(folder: Folder) -> None:
+    handler = folder.connect(request_timeout=0.5)
+    stop = threading.Event()
+    failures: list[str] = []
+    stored = [0] * 3
+
+    def work(number: int) -> None:
+        round_ = 0
+        while not stop.is_set():
+            round_ += 1
+            data = bytes([number + 1, round_ % 256]) * 500
+            try:
+                if handler.store(f"{number}/{round_}", data) is StoreResult.STORED:
+                    stored[number] += 1
+                with handler.retrieve(f"{number}/{round_}") or closing() as found:
+                    if found is not None and bytes(found.view) != data and found.verify():
+                        failures.append(f"wrong bytes for {number}/{round_}")
+            except Unavailable:
+                time.sleep(0.01)
+            except BaseException as error:  # noqa: BLE001 - handed to the test's own thread
+                failures.append(f"{type(error).__name__}: {error}")
+                return
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(2):
+        time.sleep(0.3)
+        os.kill(folder.pid(), signal.SIGKILL)
+        eventually(lambda: not handler.is_up)
+        eventually(lambda: handler.is_up, within=5)
+    before = list(stored)
+    time.sleep(0.3)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert all(now > then for now, then in zip(stored, before, strict=True))
+    eventually(lambda: used(handler)[1:] == (0, 0, 0))
+
+
+class closing:  # noqa: N801 - stands in for a context manager of nothing
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def test_another_protocol_version_is_refused_with_both_named(serve: Any, connect: Any) -> None:
+    server = serve()
+
+    def old(request: list[Any], reply: list[Any]) -> list[Any]:
+        if request[0] != Op.HELLO:
+            return reply
+        return [request[1], 7, int(Code.VERSION), f"this server speaks protocol 99, the client {request[4]}"]
+
+    server.spoil = old
+    start = time.monotonic()
+    with pytest.raises(VersionMismatch, match=r"99.*1"):
+        connect()
+    assert time.monotonic() - start < 2
+
+
+def test_a_real_server_refuses_another_version(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.connect()
+    monkeypatch.setattr("maru_core.client.session.PROTOCOL_VERSION", 99)
+    with pytest.raises(VersionMismatch, match=r"(?s)1.*99|99.*1"):
+        folder.connect()
+
+
+def test_an_absent_server_is_found_when_it_comes(serve: Any, connect: Any) -> None:
+    start = time.monotonic()
+    handler = connect(connect_timeout=0.2)
+    assert time.monotonic() - start < 1
+    assert not handler.is_up
+    with pytest.raises(Unavailable, match="maru serve"):
+        handler.store("a", b"b")
+    serve()
+    eventually(lambda: handler.is_up)
+    assert handler.store("a", b"b") is StoreResult.STORED
+
+
+def test_garbage_instead_of_replies_is_an_error_not_a_hang(serve: Any, connect: Any) -> None:
+    server = serve()
+    handler = connect()
+    for junk in ([], [1], ["a", "b", "c"], [1, 2]):
+        server.spoil = lambda request, reply, junk=junk: junk if request[0] == Op.PROBE else reply
+        with pytest.raises(MaruError):
+            handler.probe([bytes(32)])
+    server.spoil = lambda request, reply: reply
+    eventually(lambda: handler.is_up)
+    assert handler.probe([bytes(32)]) == b"\0"
+
+
+def test_stale_grants_do_not_reach_the_new_pool(folder: Folder) -> None:
+    handler = folder.connect()
+    grants = handler.reserve([b"k" * 32], 100)
+    late = handler.view(grants.epoch, grants.entries[0], 100)
+    os.kill(folder.pid(), signal.SIGKILL)
+    eventually(lambda: handler.is_up and handler.epoch != grants.epoch, within=5)
+    assert handler.store("x", bytes(100)) is StoreResult.STORED
+    late[:] = b"!" * 100
+    with handler.retrieve("x") or closing() as found:
+        assert found is not None
+        assert bytes(found.view) == bytes(100)
+    with pytest.raises(StaleEpoch):
+        handler.commit(grants)
