@@ -62,9 +62,7 @@ class FileBackend:
         with path.open("xb") as file:
             file.truncate(request.size)
             file.write(
-                pack_superblock(
-                    Superblock(request.granule, count, SUPERBLOCK_SIZE, data_offset, identity, bytes(16))
-                )
+                pack_superblock(Superblock(request.granule, count, SUPERBLOCK_SIZE, data_offset, identity, bytes(16)))
             )
         return FilePool(
             FileRegion(
