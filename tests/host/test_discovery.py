@@ -273,6 +273,18 @@ def test_a_vendor_cannot_take_the_name_of_a_built_in(sandbox: Path) -> None:
     assert "vendor_cpu" not in sys.modules
 
 
+def test_only_our_own_distribution_may_vouch_for_a_built_in(tmp_path: Path) -> None:
+    install(tmp_path, "aaa", discovery.BUILT_INS, {})
+    with capture_logs():
+        host = discover(tmp_path)
+    assert [(i.name, i.distribution, i.status) for i in host.report()] == [
+        ("cpu", "maru-kv", "active"),
+        ("torch-copy", "maru-kv", "active"),
+        ("cpu", "aaa", "duplicate"),
+        ("torch-copy", "aaa", "duplicate"),
+    ]
+
+
 def test_a_second_provider_of_a_backend_is_told_and_the_first_stays(sandbox: Path) -> None:
     install(sandbox, "dist-thief", {"thief": "vendor_thief"}, {"vendor_thief": BACKEND.format(name="cpu")})
     with capture_logs() as logs:

@@ -162,7 +162,7 @@ def test_a_failed_hint_leaves_what_the_plugin_provides() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [7, "text", ["rec.x"], {1: 2}, {"other.x": 1}, {"bad.x": object()}, {"bad.x": None}], ids=repr
+    "answer", [7, "text", ["rec.x"], {1: 2}, {"other.x": 1}, {"bad.x": b"1"}, {"bad.x": None}], ids=repr
 )
 def test_figures_of_the_wrong_kind_are_not_merged(answer: object) -> None:
     class Bad:
