@@ -173,7 +173,7 @@ def test_threads_recover_from_a_kill_without_mixing_epochs(folder: Folder) -> No
     eventually(lambda: used(handler)[1:] == (0, 0, 0))
 
 
-class closing:  # noqa: N801 - stands in for a context manager of nothing
+class closing:
     def __enter__(self) -> None:
         return None
 

@@ -1,0 +1,223 @@
+"""Several processes: who starts the server, what a fork inherits, how a process ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from maru_core.client import MaruHandler, StoreResult
+from maru_core.config import MaruConfig
+from maru_core.errors import BackendError, ConfigError, MaruError, Unavailable
+from maru_core.host import PluginHost
+from maru_core.protocol import ReserveStatus
+from tests.client.fake_server import FakeServer, eventually
+from tests.client.real import NAMESPACE, Folder
+
+
+def test_engines_that_start_together_start_one_server(folder: Folder) -> None:
+    code = "h = connect()\nprint(h.epoch, h.stats()['server']['pid'], flush=True)\n"
+    processes = [folder.run(code) for _ in range(4)]
+    answers = set()
+    for process in processes:
+        out, err = process.communicate(timeout=30)
+        assert process.returncode == 0, err
+        answers.add(out.strip().splitlines()[-1])
+    assert len(answers) == 1
+    assert len(folder.pids()) == 1
+
+
+def test_the_started_server_outlives_its_engine_and_is_detached(folder: Folder) -> None:
+    process = folder.run("h = connect()\nprint(h.store('a', b'1'))\n")
+    out, err = process.communicate(timeout=30)
+    assert "STORED" in out, err
+    pid = folder.pid()
+    assert os.getsid(pid) == pid
+    assert Path(f"/proc/{pid}/cwd").resolve() == Path("/")
+    handler = folder.connect()
+    assert handler.stats()["server"]["pid"] == pid
+    found = handler.retrieve("a")
+    assert found is not None
+    assert bytes(found.view) == b"1"
+
+
+def test_the_started_server_ends_when_idle(folder: Folder) -> None:
+    handler = folder.connect(idle_exit=0.3)
+    time.sleep(0.8)
+    assert len(folder.pids()) == 1, "a session keeps it"
+    handler.close()
+    eventually(lambda: not folder.pids(), within=5)
+    assert not (folder.path / "server.sock").exists()
+
+
+def test_another_pool_size_is_told_once(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    folder.connect()
+    assert "another size" not in capsys.readouterr().out
+    second = folder.connect(pool_size="16M")
+    assert capsys.readouterr().out.count("another size") == 1
+    assert second.stats()["pools"][0]["capacity"] <= 4 << 20
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_child_cannot_use_the_handler_nor_hurt_it(folder: Folder) -> None:
+    handler = folder.connect()
+    assert handler.store("a", b"1" * 100) is StoreResult.STORED
+    grants = handler.reserve([b"k" * 32], 100)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            verdict = "used"
+            try:
+                handler.store("b", b"2")
+            except Unavailable:
+                verdict = "looks like an outage"
+            except MaruError as error:
+                verdict = "refused" if "fork" in str(error) else str(error)
+            os.write(writer, verdict.encode())
+            os.close(writer)
+            time.sleep(30)
+        finally:
+            os._exit(0)
+    os.close(writer)
+    try:
+        assert os.read(reader, 100) == b"refused"
+        time.sleep(1.2)  # the server looks for dead owners about every half second
+        assert handler.commit(grants) == b"\0", "the parent still holds its lock"
+        # While the child lives on, the parent's death must still be provable.
+        session = handler._link.up()
+        assert session.proof is not None
+        os.close(session.proof)
+        observer = folder.connect()
+        eventually(lambda: observer.stats()["counters"]["expired_sessions"] == 1)
+    finally:
+        os.close(reader)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        handler._link.guard._open.discard(session.proof)
+
+
+def test_a_killed_client_frees_what_it_was_writing_and_loses_nothing_stored(folder: Folder) -> None:
+    watcher = folder.connect()
+    process = folder.run(
+        "h = connect()\nh.store('a', b'kept')\n"
+        "g = h.reserve([b'k' * 32], 100)\nprint('ready', flush=True)\ntime.sleep(60)\n"
+    )
+    assert process.stdout is not None
+    while "ready" not in process.stdout.readline():
+        assert process.poll() is None
+    assert watcher.reserve([b"k" * 32], 100).statuses == bytes([ReserveStatus.BUSY])
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1.2)
+    assert watcher.reserve([b"k" * 32], 100).statuses == bytes([ReserveStatus.BUSY]), "paused is not dead"
+    process.kill()
+    eventually(lambda: watcher.stats()["pools"][0]["reserved"] == 0)
+    found = watcher.retrieve("a")
+    assert found is not None
+    assert bytes(found.view) == b"kept"
+    assert watcher.reserve([b"k" * 32], 100).statuses == bytes([ReserveStatus.NEW])
+
+
+ENDINGS = {
+    "exit": ("", 0),
+    "exception": ("raise RuntimeError('as planned')\n", 1),
+    "sys.exit": ("sys.exit(5)\n", 5),
+    "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)\n", -signal.SIGTERM),
+    "thread": ("t = threading.Thread(target=lambda: h.submit_acquire([bytes(32)], leading=True)); t.start()\n", 0),
+}
+
+
+@pytest.mark.parametrize("server", ["killed", "stopped", "never there"])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_process_whose_server_is_away_ends_at_once(folder: Folder, ending: str, server: str) -> None:
+    code, expected = ENDINGS[ending]
+    url = f"ipc://{folder.path}/elsewhere.sock" if server == "never there" else f"ipc://{folder.path}/server.sock"
+    if server != "never there":
+        folder.connect()
+    process = folder.run(
+        f"h = connect(server_url={url!r}, connect_timeout={0.2 if server == 'never there' else 10})\n"
+        "print('up', flush=True)\ntime.sleep(0.5)\n"
+        "for i in range(100):\n"
+        "    try: h.submit_acquire([bytes(32)], leading=True)\n"
+        "    except Exception: pass\n"
+        "print('ending', flush=True)\n"
+        + (code if ending != "thread" else "try:\n    " + code + "except Exception: pass\n")
+    )
+    assert process.stdout is not None
+    while "up" not in process.stdout.readline():
+        assert process.poll() is None
+    if server != "never there":
+        pid = folder.pid()
+        for handler in folder._handlers:
+            handler.close()
+        os.kill(pid, signal.SIGKILL if server == "killed" else signal.SIGSTOP)
+    while "ending" not in process.stdout.readline():
+        assert process.poll() is None
+    start = time.monotonic()
+    process.wait(10)
+    assert time.monotonic() - start < 2
+    assert process.returncode == expected
+
+
+def test_a_handler_that_is_dropped_says_goodbye(fake: FakeServer, connect: Callable[..., MaruHandler]) -> None:
+    host = PluginHost.with_plugins({})
+    handler = MaruHandler.connect(MaruConfig(server_url=fake.url), NAMESPACE, host=host, role="scheduler")
+    assert handler.is_up
+    del handler
+    eventually(lambda: fake.goodbyes == 1)
+
+
+@pytest.mark.parametrize("url", ["ipc:///nonexistent/folder/server.sock", "tcp://127.0.0.1:9"])
+def test_a_wrong_address_is_named(url: str) -> None:
+    host = PluginHost.with_plugins({})
+    handler = MaruHandler.connect(MaruConfig(server_url=url, connect_timeout=0.2), NAMESPACE, host=host)
+    try:
+        with pytest.raises(Unavailable, match=url):
+            handler.probe([bytes(32)])
+    finally:
+        handler.close()
+
+
+def test_an_address_that_cannot_be_one_is_refused() -> None:
+    for url in ("http://127.0.0.1:1", "tcp://10.0.0.1:1", "ipc://relative"):
+        with pytest.raises(ConfigError, match="maru_server_url"):
+            MaruConfig(server_url=url)
+
+
+def test_a_runtime_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    host = PluginHost.with_plugins({})
+    plain = tmp_path / "file"
+    plain.write_text("")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    for path in (plain, shared, plain / "below", tmp_path / ("long" * 30)):
+        with pytest.raises(ConfigError, match="runtime|socket path"):
+            MaruHandler.connect(MaruConfig(runtime_dir=str(path)), NAMESPACE, host=host)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_runtime_folder_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="maru_runtime_dir"):
+        MaruHandler.connect(MaruConfig(runtime_dir=str(tmp_path)), NAMESPACE, host=PluginHost.with_plugins({}))
+
+
+def test_a_server_that_cannot_start_says_why(folder: Folder) -> None:
+    start = time.monotonic()
+    with pytest.raises(BackendError, match="maru_pool_size"):
+        folder.connect(pool_size="900T")
+    assert time.monotonic() - start < 8
+
+
+def test_closing_while_no_server_answers_is_quick(maru_runtime_dir: Path) -> None:
+    url = f"ipc://{maru_runtime_dir}/nobody.sock"
+    host = PluginHost.with_plugins({})
+    handler = MaruHandler.connect(MaruConfig(server_url=url, connect_timeout=0.1), NAMESPACE, host=host)
+    start = time.monotonic()
+    handler.close()
+    assert time.monotonic() - start < 1
