@@ -268,7 +268,7 @@ def _remove_orphans(root_fd: int) -> None:
 
 def _remove_stale(folder_fd: int, name: str, location: Path) -> None:
     if not _remove_unlocked(folder_fd, name):
-        raise BackendError(f"pool {location} is in use by a server that lives; two servers cannot share an owner")
+        raise BackendError(f"pool {location} is in use by a server that lives, or is no file of Maru's: remove it")
 
 
 def _remove_unlocked(folder_fd: int, name: str) -> bool:
@@ -277,7 +277,11 @@ def _remove_unlocked(folder_fd: int, name: str) -> bool:
         fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder_fd)
     except FileNotFoundError:
         return True
+    except OSError:  # a link, a folder, or of another user: not made here, not removed here
+        return False
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return False
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(name, dir_fd=folder_fd)
         return True
