@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
@@ -35,6 +37,6 @@ def test_granules_are_taken_once_and_join_when_they_return(steps):
         assert sorted(used + free) == list(range(40))
         assert allocator.free == len(free)
         runs = allocator.runs()
-        assert all(a + length < b for (a, length), (b, _) in zip(runs, runs[1:], strict=False)), "runs not joined"
+        assert all(a + length < b for (a, length), (b, _) in pairwise(runs)), "runs not joined"
         for start, length in runs:
             assert allocator.run_at(start) == allocator.run_at(start + length - 1) == length

@@ -21,7 +21,7 @@ def test_neighbouring_chunks_lie_next_to_each_other():
 def test_a_key_is_visible_only_once_it_is_committed():
     world = World.of(4)
     writer, reader = world.session(), world.session()
-    statuses, entries, generations = world.directory.reserve(writer, keys(0, 1), (), 1)
+    _, entries, generations = world.directory.reserve(writer, keys(0, 1), (), 1)
     assert world.directory.probe(reader, keys(0, 1)) == bytes([Presence.WRITING])
     assert world.directory.acquire(reader, 1, keys(0, 1), False)[0] == bytes([Presence.WRITING])
     assert world.directory.reserve(reader, keys(0, 1), (), 1)[0] == bytes([ReserveStatus.BUSY])

@@ -74,7 +74,7 @@ def test_random_bytes_are_answered_or_dropped(frame):
     assert answer(handlers, [Op.PING, 3, 7, 0]) == [3, 7, Code.OK]
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.integers(0, 16) | ANYTHING, st.booleans(), st.lists(ANYTHING, max_size=6))
 def test_arguments_of_any_type_are_refused_cleanly(op, well_addressed, arguments):
     handlers, session = make_handlers()
@@ -114,15 +114,14 @@ def test_each_argument_is_checked(op):
                 continue
             arguments[at] = wrong
             reply = answer(handlers, [op, 9, 7, session, *arguments])
-            good = {Op.RESERVE: (3,)}.get(op, ())
-            expected = Code.VERSION if op == Op.HELLO and at == 0 else Code.BAD_REQUEST
-            if not (at in good and isinstance(wrong, int)) and not (type(wrong) is int and type(arguments[at]) is int):
-                assert reply[2] == expected, (op, at, wrong, reply)
+            expected = Code.VERSION if (op, at) == (Op.HELLO, 0) else Code.BAD_REQUEST
+            if not ((op, at) == (Op.RESERVE, 3) and type(wrong) is int and wrong >= 0):
+                assert reply[2] == expected, (at, wrong, reply)
             assert handlers.directory.counters["internal_errors"] == 0
     handlers, session = make_handlers()
     assert answer(handlers, [op, 9, 7, session, *WELL_FORMED[op]])[2] == Code.OK
     handlers, session = make_handlers()
-    assert answer(handlers, [op, 9, 7, session, *WELL_FORMED[op], 1])[2] in (Code.BAD_REQUEST, Code.OK)[:1]
+    assert answer(handlers, [op, 9, 7, session, *WELL_FORMED[op], 1])[2] == Code.BAD_REQUEST
 
 
 def test_an_exception_inside_is_an_answer(monkeypatch):
@@ -221,8 +220,9 @@ def test_a_peer_that_does_not_read_is_not_waited_for(start_server, connect):
     deaf.socket.setsockopt(zmq.SNDTIMEO, 200)
     sent = 0
     try:
-        for sent in range(3000):
+        while sent < 3000:
             deaf.send(Op.PROBE, 0, keys(0, 1000))
+            sent += 1
     except zmq.Again:
         pass
     assert sent > 100

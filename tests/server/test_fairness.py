@@ -16,7 +16,7 @@ LONGEST_TURN = 0.010
 
 
 def test_probes_are_answered_between_the_slices_of_a_large_batch(start_server, connect, context):
-    """What the server can answer for is its longest turn in processor time; the clock also sees this machine's noise."""
+    """The server answers for its longest turn in processor time; the clock also sees the noise of the machine."""
     server = start_server("--size", str(MANY * 300), "--granule", "128", "--lease-share", "1.0")
     polite, greedy = connect(server).hello(), connect(server).hello()
     polite.store(keys(10**6, 64), 100)
