@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from maru_core.pool_format import NO_KEY, State
 from maru_core.protocol.messages import NO_ENTRY, CommitStatus, Presence, ReserveStatus
 from maru_core.server.arena import Arena
+from maru_core.server.index import KeyIndex
 from maru_core.server.namespaces import Namespaces, NamespaceState
 from maru_core.server.sessions import Session
 
@@ -74,7 +75,7 @@ class Directory:
         """
         index = session.namespace.index
         count = len(keys)
-        found = list(map(index.get, keys))
+        found = index.find(keys)
         if type(length) is int and found.count(None) == count and len(set(keys)) == count:
             return self._reserve_new(session, keys, parents, length)
         if len(parents) == 1:
@@ -125,7 +126,7 @@ class Directory:
             chain, parents = True, parents[:1]
         # A parent must not be evicted to make room for its own child, so it counts the child before there is room. In
         # a chain only the first parent can be an object that exists.
-        elders = list(map(index.get, parents))
+        elders = index.find(parents)
         held = [entry for entry in elders if entry is not None]
         for entry in held:
             self.children[entry] += 1
@@ -170,7 +171,7 @@ class Directory:
             entries += firsts
             generations += fresh
             done += pieces
-        index.update(zip(keys, entries, strict=False))
+        index.put(keys, entries)
         session.reserved.update(entries)
         if parents:
             if chain:
@@ -305,9 +306,7 @@ class Directory:
                 namespace = by_number[number]
                 index = namespace.index
             key = keys[entry]
-            if index.get(key) == entry:
-                del index[key]
-            else:
+            if not index.remove(key, entry):
                 namespace.forget(key, entry)  # type: ignore[union-attr]
             namespace.objects -= 1  # type: ignore[union-attr]
             namespace.stored_bytes -= length[entry]  # type: ignore[union-attr]
@@ -465,7 +464,7 @@ class Directory:
     def probe(self, session: Session, keys: Sequence[bytes]) -> bytes:
         """A column of :class:`Presence`. Says nothing about what holds a moment later."""
         state = self.state
-        found = map(session.namespace.index.get, keys)
+        found = session.namespace.index.find(keys)
         return bytes([_ABSENT if entry is None else _PRESENCE[state[entry]] for entry in found])
 
     def acquire(self, session: Session, lease: int, keys: Sequence[bytes], leading: bool) -> Acquired:
@@ -476,7 +475,7 @@ class Directory:
         """
         count = len(keys)
         state, held = self.state, session.held
-        found = list(map(session.namespace.index.get, keys))
+        found = session.namespace.index.find(keys)
         if None not in found and bytes(map(state.__getitem__, found)) == _ALL_READY * count:  # type: ignore[arg-type]
             hits: list[int] = found  # type: ignore[assignment]
             statuses = bytearray(b"\1") * count
@@ -618,14 +617,14 @@ class Directory:
                 self.counters["deleted"] += 1
         return bytes(statuses)
 
-    def reset(self, namespace: NamespaceState, weights_epoch: int) -> dict[bytes, int] | None:
+    def reset(self, namespace: NamespaceState, weights_epoch: int) -> KeyIndex | None:
         """Hide all objects of ``namespace`` and begin a new weights epoch, unless ``weights_epoch`` is past already.
 
         Reservations that exist cannot commit any more. Returns what :meth:`drain` has to free, ``None`` for nothing.
         """
         if weights_epoch != namespace.weights_epoch:
             return None
-        old, namespace.index = namespace.index, {}
+        old, namespace.index = namespace.index, KeyIndex()
         namespace.weights_epoch += 1
         self.counters["resets"] += 1
         for session in namespace.sessions.values():
@@ -634,20 +633,21 @@ class Directory:
             else:
                 session.doomed = session.reserved
             session.reserved = set()
-        if not old:
+        if not len(old):
             return None
         namespace.draining.append(old)
         return old
 
-    def drain(self, namespace: NamespaceState, old: dict[bytes, int], limit: int) -> bool:
+    def drain(self, namespace: NamespaceState, old: KeyIndex, limit: int) -> bool:
         """Free at most ``limit`` objects that a reset hid; whether that was all of them."""
-        for _ in range(min(limit, len(old))):
-            _, entry = old.popitem()
+        for _ in range(limit):
+            entry = old.take_any()
+            if entry is None:
+                namespace.draining = [index for index in namespace.draining if index is not old]
+                return True
             if self.state[entry] == _READY:
                 self._retire(entry)
-        if not old:
-            namespace.draining = [index for index in namespace.draining if index is not old]
-        return not old
+        return False
 
     def end_session(self, session: Session, limit: int) -> bool:
         """Free at most ``limit`` things that a closed session holds; whether that was all of them."""

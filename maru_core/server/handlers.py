@@ -28,6 +28,8 @@ from maru_core.server.sessions import AcquireUndo, ReserveUndo, Session, Session
 
 #: Keys that are worked on before other requests get their turn: about one millisecond.
 SLICE = 1024
+#: The same for DELETE and RESET, which handle keys one by one.
+DELETE_SLICE = 256
 #: Requests of one session that may be in progress at a time; each may hold MAX_MESSAGE bytes.
 MAX_RUNNING = 32
 
@@ -91,7 +93,7 @@ class Handlers:
     epoch: int
     pid: int
     clock: Callable[[], float]
-    #: The most seconds that one turn of the loop took: one message and one slice.
+    #: The most processor time in seconds that one turn of the loop with heavy work took: one message and one slice.
     longest_turn: float = 0.0
     _leases: count[int] = field(init=False, factory=lambda: count(1))
     _pack: Callable[[Any], bytes] = field(init=False)
@@ -225,7 +227,7 @@ class Handlers:
     # -- sessions --------------------------------------------------------------------------------------------------
 
     def _hello(self, raw: list[Any]) -> list[Any]:
-        if raw and raw[0] != PROTOCOL_VERSION:
+        if raw and (type(raw[0]) is not int or raw[0] != PROTOCOL_VERSION):
             raise Refusal(
                 Code.VERSION,
                 f"this server speaks protocol {PROTOCOL_VERSION} (Maru {__version__}), the client {describe(raw[0])}; "
@@ -445,11 +447,11 @@ class Handlers:
         requests.number(weights_epoch, "weights epoch")
         total = requests.key_count(keys)
         statuses = bytearray()
-        for at in range(0, total, SLICE):
+        for at in range(0, total, DELETE_SLICE):
             if at:
                 yield
                 self._go_on(session, request)
-            part = requests.key_slice(keys, at, SLICE)
+            part = requests.key_slice(keys, at, DELETE_SLICE)
             current = weights_epoch == session.namespace.weights_epoch
             statuses += self.directory.delete(session, part) if current else bytes(len(part))
         return [statuses]
@@ -460,7 +462,7 @@ class Handlers:
         hidden = self.directory.reset(namespace, weights_epoch)
         # The answer is the epoch that began here, even if another reset follows while this one still frees.
         current = namespace.weights_epoch
-        while hidden is not None and not self.directory.drain(namespace, hidden, SLICE):
+        while hidden is not None and not self.directory.drain(namespace, hidden, DELETE_SLICE):
             yield
         return [current]
 
