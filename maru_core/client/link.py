@@ -382,7 +382,11 @@ class Link:
             session = self._check(session)
         if session is None:
             session = self._renew()
+        # What was put off goes first: a call that finds the link up finds nothing of an earlier one in its way.
         self._flush(session)
+        if self._lost is not session:
+            self._went_up(session)
+            self.settled.set()
 
     def _check(self, session: Session) -> Session | None:
         """Ping; the session when it still holds, ``None`` when it is void."""
@@ -399,7 +403,6 @@ class Link:
             self._ensure_server(lambda: self._closing)
             raise
         self._due = time.monotonic() + PING_INTERVAL
-        self._went_up(session)
         return session
 
     def _renew(self) -> Session:
@@ -407,8 +410,6 @@ class Link:
         session = self._open_session(self)
         self._session = session
         self._due = time.monotonic() + PING_INTERVAL
-        self._went_up(session)
-        self.settled.set()
         return session
 
     def _discard(self, session: Session) -> None:
