@@ -39,6 +39,8 @@ _CRC = struct.Struct("<I")
 #: Everything of a header after its CRC: state, 3 spare bytes, generation, length, session, checksum, namespace
 #: digest, weights epoch, 4 spare bytes, key, parent key. With the CRC in front it is HEADER_SIZE bytes.
 HEADER_BODY: Final = struct.Struct("<B3xIQQQ16sQ4x32s32s")
+#: The same up to the keys, for writers that put many headers together.
+HEADER_PREFIX: Final = struct.Struct("<B3xIQQQ16sQ4x")
 #: CRC and state: what ``commit`` rewrites together with the checksum.
 HEADER_CRC_STATE: Final = struct.Struct("<IB")
 #: state, generation, length as a reader needs them, at HEADER_VIEW_OFFSET.

@@ -17,7 +17,7 @@ op          arguments                                                   results
 HELLO       version, role, [pid, host, name], namespace descriptor      session, lock path, weights epoch, [pool…],
                                                                         [max message bytes], [server version, pid]
 ATTACH      proof held (bool)                                           —
-RESERVE     weights epoch, keys, parents (or empty), length or u64[n]   ReserveStatus u8[n], entry u32[n],
+RESERVE     weights epoch, keys, parents, length or u64[n]              ReserveStatus u8[n], entry u32[n],
                                                                         generation u32[n]
 COMMIT      entry u32[n], generation u32[n], checksum u64[n] or empty   CommitStatus u8[n]
 ABORT       entry u32[n], generation u32[n]                             CommitStatus u8[n]
@@ -32,6 +32,9 @@ STATS       —                                                           one ma
 PING        —                                                           —
 BYE         —                                                           —
 ==========  ==========================================================  ==============================================
+
+``parents`` of RESERVE is empty, or n keys (NO_KEY for none), or one key: then the keys are a chain, each the parent of
+the next, and this is the parent of the first.
 
 A session may reserve and acquire only after ATTACH. The client first takes an exclusive ``flock`` on the file at
 ``lock path``, which is how the server proves its death later; ``proof held`` is False where it cannot (another host).

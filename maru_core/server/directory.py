@@ -12,11 +12,11 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 
 from maru_core.pool_format import NO_KEY, State
 from maru_core.protocol.messages import NO_ENTRY, CommitStatus, Presence, ReserveStatus
 from maru_core.server.arena import Arena
+from maru_core.server.index import KeyIndex
 from maru_core.server.namespaces import Namespaces, NamespaceState
 from maru_core.server.sessions import Session
 
@@ -45,6 +45,7 @@ class Directory:
         )
         self._bases = [arena.base for arena in self.arenas]
         self._lease_limits = [int((arena.end - arena.base) * lease_share) for arena in self.arenas]
+        self._longest = max((arena.end - arena.base) * arena.granule for arena in self.arenas)
         self._single = self.arenas[0] if len(self.arenas) == 1 else None
         self.total = total = self.arenas[-1].end
         # Indexed by first entry. ``tail`` is indexed by *last* entry and leads back to the first.
@@ -53,7 +54,6 @@ class Directory:
         self.pages = array("I", bytes(4 * total))
         self.tail = array("I", bytes(4 * total))
         self.length = array("Q", bytes(8 * total))
-        self.owner = array("Q", bytes(8 * total))
         self.home = array("I", bytes(4 * total))
         self.readers = array("I", bytes(4 * total))
         self.children = array("I", bytes(4 * total))
@@ -66,15 +66,20 @@ class Directory:
     def reserve(
         self, session: Session, keys: Sequence[bytes], parents: Sequence[bytes], length: int | Sequence[int]
     ) -> Reserved:
-        """Take pages for keys that nobody has; ``parents`` is empty or as long as ``keys``, ``length`` in bytes.
+        """Take pages for keys that nobody has; ``length`` in bytes.
+
+        ``parents`` is empty, or as long as ``keys``, or one key: the parent of the first of a chain, in which each
+        key is the parent of the next.
 
         Returns columns of :class:`ReserveStatus`, first entry (NO_ENTRY without one) and generation (0 likewise).
         """
         index = session.namespace.index
         count = len(keys)
-        found = list(map(index.get, keys))
+        found = index.find(keys)
         if type(length) is int and found.count(None) == count and len(set(keys)) == count:
             return self._reserve_new(session, keys, parents, length)
+        if len(parents) == 1:
+            parents = (*parents, *keys[:-1])
         statuses = bytearray(count)
         entries = array("I", [NO_ENTRY]) * count
         generations = array("I", bytes(4 * count))
@@ -99,7 +104,7 @@ class Directory:
                 else:
                     groups.append((size, [at]))
         for arena, part in self._by_arena(policy_touch):
-            arena.policy.add(part[::-1])
+            arena.policy.touch(part[::-1])
         for size, places in groups:
             part_keys = [keys[at] for at in places]
             part_parents = [parents[at] for at in places] if parents else ()
@@ -111,31 +116,41 @@ class Directory:
     def _reserve_new(self, session: Session, keys: Sequence[bytes], parents: Sequence[bytes], length: int) -> Reserved:
         """Keys that differ and are not in the index, all of one length."""
         count = len(keys)
-        if length <= 0 or all(arena.pages_for(length) > arena.end - arena.base for arena in self.arenas):
+        if not 0 < length <= self._longest:
             nowhere = array("I", [NO_ENTRY]) * count
             return bytearray([ReserveStatus.REFUSED]) * count, nowhere, array("I", bytes(4 * count))
-        index = session.namespace.index
-        # A parent must not be evicted to make room for its own child, so it counts the child before there is room.
-        elders = list(map(index.get, parents))
+        namespace = session.namespace
+        index = namespace.index
+        chain = len(parents) == 1
+        if not chain and parents and parents[1:] == keys[:-1]:
+            chain, parents = True, parents[:1]
+        # A parent must not be evicted to make room for its own child, so it counts the child before there is room. In
+        # a chain only the first parent can be an object that exists.
+        elders = index.find(parents)
         held = [entry for entry in elders if entry is not None]
         for entry in held:
             self.children[entry] += 1
-        entries: list[int] = []
-        generations = array("I")
+        if chain:
+            header_parents: Sequence[bytes] = (*parents, *keys[:-1])
+        else:
+            header_parents = parents or (NO_KEY,) * count
+        entries, generations = array("I"), array("I")
         done = 0
         for arena, pages, start, pieces in self._allocate(length, count):
             part = keys[done : done + pieces]
-            part_parents = parents[done : done + pieces] if parents else repeat(NO_KEY)
-            first = slice(start, start + pieces * pages, pages)
-            fresh = array("I", [generation % _MAX_GENERATION + 1 for generation in self.generation[first]])
+            taken = pieces * pages
+            first = slice(start, start + taken, pages)
+            before = self.generation[first]
+            if before.count(before[0]) == pieces:
+                fresh = array("I", [before[0] % _MAX_GENERATION + 1]) * pieces
+            else:
+                fresh = array("I", [generation % _MAX_GENERATION + 1 for generation in before])
+            firsts = array("I", range(start, start + taken, pages))
             self.generation[first] = fresh
             self.pages[first] = array("I", [pages]) * pieces
-            self.tail[start + pages - 1 : start + pieces * pages : pages] = array(
-                "I", range(start, start + pieces * pages, pages)
-            )
+            self.tail[start + pages - 1 : start + taken : pages] = firsts
             self.length[first] = array("Q", [length]) * pieces
-            self.owner[first] = array("Q", [session.id]) * pieces
-            self.home[first] = array("I", [session.namespace.number]) * pieces
+            self.home[first] = array("I", [namespace.number]) * pieces
             self.children[first] = array("I", bytes(4 * pieces))
             self.parent[first] = array("I", [NO_ENTRY]) * pieces
             self.key[first] = part
@@ -143,37 +158,65 @@ class Directory:
                 start,
                 pages,
                 part,
-                part_parents,
+                header_parents[done : done + pieces],
                 fresh,
                 length,
                 session.id,
-                session.namespace.digest,
-                session.namespace.weights_epoch,
+                namespace.digest,
+                namespace.weights_epoch,
             )
             self.state[first] = bytes([_RESERVED]) * pieces
-            taken = pieces * pages
             arena.reserved += taken
             session.reserved_pages[arena.number] += taken
-            entries.extend(range(start, start + taken, pages))
-            generations.extend(fresh)
+            entries += firsts
+            generations += fresh
             done += pieces
-        index.update(zip(keys, entries, strict=False))
+        index.put(keys, entries)
         session.reserved.update(entries)
         if parents:
-            self._link(keys, parents, elders, entries)
+            if chain:
+                self._link_chain(elders[0], entries, generations)
+            else:
+                self._link(keys, parents, elders, entries)
             for entry in held:
                 self._drop_child(entry)
-        column = array("I", entries)
         if done == count:
-            return bytearray(count), column, generations
+            return bytearray(count), entries, generations
         missing = count - done
         self.counters["skipped_no_room"] += missing
-        column.extend([NO_ENTRY] * missing)
+        entries.extend([NO_ENTRY] * missing)
         generations.extend([0] * missing)
-        return bytearray(done) + bytearray([ReserveStatus.NO_ROOM]) * missing, column, generations
+        return bytearray(done) + bytearray([ReserveStatus.NO_ROOM]) * missing, entries, generations
+
+    def _link_chain(self, elder: int | None, entries: array[int], generations: array[int]) -> None:
+        """Each of ``entries`` is the parent of the next, ``elder`` that of the first."""
+        if not entries:
+            return
+        parent, parent_generation, children = self.parent, self.parent_generation, self.children
+        head, count = entries[0], len(entries)
+        if elder is not None:
+            parent[head] = elder
+            parent_generation[head] = self.generation[elder]
+            children[elder] += 1
+        stride = entries[1] - head if count > 1 else 1
+        if (
+            stride > 0
+            and entries[-1] - head == stride * (count - 1)
+            and entries == array("I", range(head, entries[-1] + 1, stride))
+        ):
+            parent[head + stride : entries[-1] + 1 : stride] = entries[:-1]
+            parent_generation[head + stride : entries[-1] + 1 : stride] = generations[:-1]
+            children[head : entries[-1] : stride] = array("I", [1]) * (count - 1)
+            return
+        previous = head
+        for entry, generation in zip(entries[1:], generations, strict=False):
+            parent[entry] = previous
+            parent_generation[entry] = generation
+            children[previous] = 1
+            previous = entry
 
     def _link(
-        self, keys: Sequence[bytes], parents: Sequence[bytes], elders: list[int | None], entries: list[int]
+        self, keys: Sequence[bytes], parents: Sequence[bytes], elders: list[int | None], entries: array[int]
     ) -> None:
         """Tell children from heads. A link leads to an object that was there before its child, so there is no cycle."""
         parent, generation = self.parent, self.generation
@@ -192,18 +235,22 @@ class Directory:
 
     def _allocate(self, length: int, count: int) -> list[tuple[Arena, int, int, int]]:
         """Runs of ``(arena, pages per object, start, objects)``; less than ``count`` in all when there is no room."""
-        runs = []
-        for evict in (False, True):
-            for arena in self.arenas:
-                pages = arena.pages_for(length)
-                evicted: list[int] = []
-                while count:
-                    for start, pieces in arena.free.take(pages, count):
-                        runs.append((arena, pages, start + arena.base, pieces))
-                        count -= pieces
-                    if not (evict and count and self._make_room(arena, pages, min(count, 64), evicted)):
-                        break
-                self._mark_free(arena, evicted, [run for run in runs if run[0] is arena])
+        runs: list[tuple[Arena, int, int, int]] = []
+        for arena in self.arenas:
+            pages = arena.pages_for(length)
+            for start, pieces in arena.free.take(pages, count):
+                runs.append((arena, pages, start + arena.base, pieces))
+                count -= pieces
+            if not count:
+                return runs
+        for arena in self.arenas:
+            pages = arena.pages_for(length)
+            evicted: list[int] = []
+            while count and self._make_room(arena, pages, min(count, 64), evicted):
+                for start, pieces in arena.free.take(pages, count):
+                    runs.append((arena, pages, start + arena.base, pieces))
+                    count -= pieces
+            self._mark_free(arena, evicted, [run for run in runs if run[0] is arena])
         return runs
 
     def _mark_free(self, arena: Arena, evicted: list[int], runs: list[tuple[Arena, int, int, int]]) -> None:
@@ -220,33 +267,64 @@ class Directory:
     def _make_room(self, arena: Arena, pages: int, wanted: int, evicted: list[int]) -> bool:
         """Evict until a run of ``pages`` granules is free, at best ``wanted`` of them; False when that cannot be."""
         made = fruitless = 0
+        children, sizes = self.children, self.pages
         while made < wanted and fruitless < _MAX_FRUITLESS:
-            victims = self._victims(arena, wanted - made)
+            victims = arena.policy.pop(wanted - made)
             if not victims:
                 break
+            fitting: list[int] = []
             for at, victim in enumerate(victims):
-                start, size = self._evict(arena, victim, evicted)
-                if size >= pages or self._clear_around(arena, start, size, pages, evicted, victims[at + 1 :]):
-                    made += max(1, self.pages[victim] // pages)
+                if children[victim]:
+                    arena.policy.park(victim)
+                    continue
+                if sizes[victim] >= pages:
+                    self._unlink(victim)
+                    fitting.append(victim)
+                    made += sizes[victim] // pages
                 else:
-                    fruitless += 1
+                    start, size = self._evict(arena, victim, evicted)
+                    if size >= pages or self._clear_around(arena, start, size, pages, evicted, victims):
+                        made += 1
+                    else:
+                        fruitless += 1
                 if made >= wanted or fruitless >= _MAX_FRUITLESS:
                     arena.policy.put_back(victims[at + 1 :])
                     break
+            self._evict_all(arena, fitting, evicted)
         return made > 0
 
-    def _victims(self, arena: Arena, count: int) -> list[int]:
-        """Childless victims in order of eviction."""
-        policy, children = arena.policy, self.children
-        while True:
-            offered = policy.pop(count)
-            victims = [entry for entry in offered if not children[entry]]
-            if len(victims) != len(offered):
-                for entry in offered:
-                    if children[entry]:
-                        policy.park(entry)
-            if victims or not offered:
-                return victims
+    def _evict_all(self, arena: Arena, victims: list[int], evicted: list[int]) -> None:
+        """Drop objects that the policy does not hold any more and that are unlinked already."""
+        if not victims:
+            return
+        state, keys, pages, home, length = self.state, self.key, self.pages, self.home, self.length
+        by_number = self.namespaces.by_number
+        number, namespace = -1, None
+        for entry in victims:
+            if home[entry] != number:
+                number = home[entry]
+                namespace = by_number[number]
+                index = namespace.index
+            key = keys[entry]
+            if not index.remove(key, entry):
+                namespace.forget(key, entry)  # type: ignore[union-attr]
+            namespace.objects -= 1  # type: ignore[union-attr]
+            namespace.stored_bytes -= length[entry]  # type: ignore[union-attr]
+            state[entry] = _FREE
+        evicted += victims
+        arena.objects -= len(victims)
+        self.counters["evicted"] += len(victims)
+        # Neighbours go back in one piece.
+        end = begin = -1
+        for entry in sorted(victims):
+            if entry != end:
+                if end > begin:
+                    arena.used -= end - begin
+                    arena.free.give(begin - arena.base, end - begin)
+                begin = end = entry
+            end += pages[entry]
+        arena.used -= end - begin
+        arena.free.give(begin - arena.base, end - begin)
 
     def _evict(self, arena: Arena, entry: int, evicted: list[int]) -> tuple[int, int]:
         """Drop an object that the policy does not hold any more; returns the free run it became part of."""
@@ -361,12 +439,10 @@ class Directory:
         return statuses
 
     def _committed(self, session: Session, entry: int, generation: int) -> bool:
-        return (
-            entry < self.total
-            and self.generation[entry] == generation
-            and self.state[entry] == _READY
-            and self.owner[entry] == session.id
-        )
+        if entry >= self.total or self.generation[entry] != generation or self.state[entry] != _READY:
+            return False
+        header = self._arena_of(entry).headers.read(entry)
+        return header is not None and header.session == session.id
 
     def _free_reserved(self, session: Session, entries: list[int]) -> None:
         for arena, part in self._by_arena(entries):
@@ -388,7 +464,7 @@ class Directory:
     def probe(self, session: Session, keys: Sequence[bytes]) -> bytes:
         """A column of :class:`Presence`. Says nothing about what holds a moment later."""
         state = self.state
-        found = map(session.namespace.index.get, keys)
+        found = session.namespace.index.find(keys)
         return bytes([_ABSENT if entry is None else _PRESENCE[state[entry]] for entry in found])
 
     def acquire(self, session: Session, lease: int, keys: Sequence[bytes], leading: bool) -> Acquired:
@@ -399,8 +475,8 @@ class Directory:
         """
         count = len(keys)
         state, held = self.state, session.held
-        found = list(map(session.namespace.index.get, keys))
-        if None not in found and bytes([state[entry] for entry in found]) == _ALL_READY * count:  # type: ignore[index]
+        found = session.namespace.index.find(keys)
+        if None not in found and bytes(map(state.__getitem__, found)) == _ALL_READY * count:  # type: ignore[arg-type]
             hits: list[int] = found  # type: ignore[assignment]
             statuses = bytearray(b"\1") * count
         else:
@@ -409,14 +485,20 @@ class Directory:
                 head = count - len(statuses.lstrip(b"\1"))
                 statuses[head + 1 :] = bytes(max(0, count - head - 1))
             hits = [entry for entry, status in zip(found, statuses, strict=True) if status == Presence.READY]  # type: ignore[misc]
-        fresh = [entry for entry in hits if entry not in held]
+        unique = dict.fromkeys(hits, 1)
+        simple = len(unique) == len(hits) and held.keys().isdisjoint(hits)
+        fresh = hits if simple else [entry for entry in unique if entry not in held]
         if fresh and not self._within_share(session, fresh):
             hits = self._cut_to_share(session, found, statuses, leading)
-            fresh = [entry for entry in hits if entry not in held]
-        for entry in hits:
-            held[entry] = held.get(entry, 0) + 1
+            fresh = [entry for entry in dict.fromkeys(hits) if entry not in held]
+            simple = False
+        if simple:
+            held.update(unique)
+        else:
+            for entry in hits:
+                held[entry] = held.get(entry, 0) + 1
         if fresh:
-            self._start_reading(session, list(dict.fromkeys(fresh)))
+            self._start_reading(session, fresh)
         if hits:
             session.leases.setdefault(lease, array("I")).extend(hits)
         self.counters["hits"] += len(hits)
@@ -468,11 +550,12 @@ class Directory:
         """``session`` begins to hold ``fresh``, whose entries differ."""
         readers, pages = self.readers, self.pages
         for arena, part in self._by_arena(fresh):
+            taken = sum([pages[entry] for entry in part])
+            session.leased_pages[arena.number] += taken
             first = [entry for entry in part if not readers[entry]]
             for entry in part:
                 readers[entry] += 1
-            session.leased_pages[arena.number] += sum([pages[entry] for entry in part])
-            arena.leased += sum([pages[entry] for entry in first])
+            arena.leased += taken if len(first) == len(part) else sum([pages[entry] for entry in first])
             arena.policy.remove(first)
 
     def release(self, session: Session, lease: int, limit: int) -> tuple[bool, bool]:
@@ -485,25 +568,31 @@ class Directory:
         if not entries:
             del session.leases[lease]
         held = session.held
-        ended = []
-        for entry in reversed(part):
-            count = held[entry] - 1
-            if count:
-                held[entry] = count
-            else:
+        part.reverse()
+        counts = list(map(held.__getitem__, part))
+        if counts.count(1) == len(part):
+            ended = part
+            for entry in ended:
                 del held[entry]
-                ended.append(entry)
+        else:
+            ended = []
+            for entry in part:
+                held[entry] -= 1
+                if not held[entry]:
+                    del held[entry]
+                    ended.append(entry)
         self._stop_reading(session, ended)
         return True, not entries
 
     def _stop_reading(self, session: Session, ended: list[int]) -> None:
         readers, pages, state = self.readers, self.pages, self.state
         for arena, part in self._by_arena(ended):
-            session.leased_pages[arena.number] -= sum([pages[entry] for entry in part])
+            taken = sum([pages[entry] for entry in part])
+            session.leased_pages[arena.number] -= taken
             for entry in part:
                 readers[entry] -= 1
             last = [entry for entry in part if not readers[entry]]
-            arena.leased -= sum([pages[entry] for entry in last])
+            arena.leased -= taken if len(last) == len(part) else sum([pages[entry] for entry in last])
             ready = [entry for entry in last if state[entry] == _READY]
             arena.policy.add(ready)
             if len(ready) != len(last):
@@ -528,14 +617,14 @@ class Directory:
                 self.counters["deleted"] += 1
         return bytes(statuses)
 
-    def reset(self, namespace: NamespaceState, weights_epoch: int) -> dict[bytes, int] | None:
+    def reset(self, namespace: NamespaceState, weights_epoch: int) -> KeyIndex | None:
         """Hide all objects of ``namespace`` and begin a new weights epoch, unless ``weights_epoch`` is past already.
 
         Reservations that exist cannot commit any more. Returns what :meth:`drain` has to free, ``None`` for nothing.
         """
         if weights_epoch != namespace.weights_epoch:
             return None
-        old, namespace.index = namespace.index, {}
+        old, namespace.index = namespace.index, KeyIndex()
         namespace.weights_epoch += 1
         self.counters["resets"] += 1
         for session in namespace.sessions.values():
@@ -544,20 +633,21 @@ class Directory:
             else:
                 session.doomed = session.reserved
             session.reserved = set()
-        if not old:
+        if not len(old):
             return None
         namespace.draining.append(old)
         return old
 
-    def drain(self, namespace: NamespaceState, old: dict[bytes, int], limit: int) -> bool:
+    def drain(self, namespace: NamespaceState, old: KeyIndex, limit: int) -> bool:
         """Free at most ``limit`` objects that a reset hid; whether that was all of them."""
-        for _ in range(min(limit, len(old))):
-            _, entry = old.popitem()
+        for _ in range(limit):
+            entry = old.take_any()
+            if entry is None:
+                namespace.draining = [index for index in namespace.draining if index is not old]
+                return True
             if self.state[entry] == _READY:
                 self._retire(entry)
-        if not old:
-            namespace.draining = [index for index in namespace.draining if index is not old]
-        return not old
+        return False
 
     def end_session(self, session: Session, limit: int) -> bool:
         """Free at most ``limit`` things that a closed session holds; whether that was all of them."""

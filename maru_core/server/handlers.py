@@ -18,6 +18,7 @@ from attrs import define, field
 
 from maru_core import __version__
 from maru_core.errors import ProtocolError
+from maru_core.pool_format import KEY_SIZE
 from maru_core.protocol.codec import decode, describe, unpack_u64
 from maru_core.protocol.messages import MAX_MESSAGE, NO_ENTRY, Code, Op, Presence, ReserveStatus
 from maru_core.protocol.version import PROTOCOL_VERSION
@@ -27,6 +28,8 @@ from maru_core.server.sessions import AcquireUndo, ReserveUndo, Session, Session
 
 #: Keys that are worked on before other requests get their turn: about one millisecond.
 SLICE = 1024
+#: The same for DELETE and RESET, which handle keys one by one.
+DELETE_SLICE = 256
 #: Requests of one session that may be in progress at a time; each may hold MAX_MESSAGE bytes.
 MAX_RUNNING = 32
 
@@ -90,7 +93,7 @@ class Handlers:
     epoch: int
     pid: int
     clock: Callable[[], float]
-    #: The most seconds that one turn of the loop took: one message and one slice.
+    #: The most processor time in seconds that one turn of the loop with heavy work took: one message and one slice.
     longest_turn: float = 0.0
     _leases: count[int] = field(init=False, factory=lambda: count(1))
     _pack: Callable[[Any], bytes] = field(init=False)
@@ -292,8 +295,9 @@ class Handlers:
         weights_epoch, keys, parents, length = requests.arguments(raw, 4)
         requests.number(weights_epoch, "weights epoch")
         total = requests.key_count(keys)
-        if type(parents) is not bytes or len(parents) not in (0, len(keys)):
-            raise ProtocolError(f"parents must be empty or as many as keys ({total}), got {describe(parents)}")
+        if type(parents) is not bytes or len(parents) not in (0, KEY_SIZE, len(keys)):
+            raise ProtocolError(f"parents must be none, one, or as many as keys ({total}), got {describe(parents)}")
+        chain = len(parents) == KEY_SIZE
         sizes = requests.lengths(length, total)
         statuses, entries, generations = bytearray(), array("I"), array("I")
         for at in range(0, total, SLICE):
@@ -303,12 +307,19 @@ class Handlers:
                 entries.extend([NO_ENTRY] * len(part))
                 generations.extend([0] * len(part))
             else:
-                part_parents = requests.key_slice(parents, at, SLICE)
+                part_parents: tuple[bytes, ...]
+                if chain:
+                    part_parents = (parents if at == 0 else keys[(at - 1) * KEY_SIZE : at * KEY_SIZE],)
+                else:
+                    part_parents = requests.key_slice(parents, at, SLICE)
                 part_sizes = sizes if type(sizes) is int else sizes[at : at + SLICE]  # type: ignore[index]
                 got = self.directory.reserve(session, part, part_parents, part_sizes)
-                statuses += got[0]
-                entries += got[1]
-                generations += got[2]
+                if at:
+                    statuses += got[0]
+                    entries += got[1]
+                    generations += got[2]
+                else:
+                    statuses, entries, generations = got
             if at + SLICE < total:
                 yield
                 if not self._go_on(session, request):
@@ -317,13 +328,14 @@ class Handlers:
         mine = _taken(statuses, entries, generations)
         if mine[0]:
             session.remember(request, ReserveUndo(*mine))
-        return [bytes(statuses), entries.tobytes(), generations.tobytes()]
+        return [statuses, entries.tobytes(), generations.tobytes()]
 
-    def _give_back(self, session: Session, entries: list[int], generations: list[int]) -> Generator[None, None, None]:
+    def _give_back(self, session: Session, entries: array[int], generations: array[int]) -> Generator[None, None, None]:
         for at in range(0, len(entries), SLICE):
             if session.closed:
                 return
-            self.directory.abort(session, entries[at : at + SLICE], generations[at : at + SLICE])
+            part = slice(at, at + SLICE)
+            self.directory.abort(session, entries[part].tolist(), generations[part].tolist())
             yield
 
     def _commit(self, session: Session, request: int, raw: list[Any]) -> Steps:
@@ -338,7 +350,7 @@ class Handlers:
             statuses += self.directory.commit(
                 session, entries[part].tolist(), generations[part].tolist(), checksums[part]
             )
-        return [bytes(statuses)]
+        return [statuses]
 
     def _abort(self, session: Session, request: int, raw: list[Any]) -> Steps:
         entries, generations = requests.handles(*requests.arguments(raw, 2))
@@ -349,7 +361,7 @@ class Handlers:
                 self._go_on(session, request)
             part = slice(at, at + SLICE)
             statuses += self.directory.abort(session, entries[part].tolist(), generations[part].tolist())
-        return [bytes(statuses)]
+        return [statuses]
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -365,7 +377,7 @@ class Handlers:
             part = requests.key_slice(keys, at, SLICE)
             current = weights_epoch == session.namespace.weights_epoch
             statuses += self.directory.probe(session, part) if current else bytes(len(part))
-        return [bytes(statuses)]
+        return [statuses]
 
     def _acquire(self, session: Session, request: int, raw: list[Any]) -> Steps:
         weights_epoch, keys, leading = requests.arguments(raw, 3)
@@ -386,10 +398,13 @@ class Handlers:
                 lengths.extend([0] * len(part))
             else:
                 got = self.directory.acquire(session, lease, part, leading)
-                statuses += got[0]
-                entries += got[1]
-                generations += got[2]
-                lengths += got[3]
+                if at:
+                    statuses += got[0]
+                    entries += got[1]
+                    generations += got[2]
+                    lengths += got[3]
+                else:
+                    statuses, entries, generations, lengths = got
             if at + SLICE < total:
                 yield
                 if not self._go_on(session, request):
@@ -399,7 +414,7 @@ class Handlers:
             session.remember(request, AcquireUndo(lease))
         else:
             lease = 0
-        return [lease, bytes(statuses), entries.tobytes(), generations.tobytes(), lengths.tobytes()]
+        return [lease, statuses, entries.tobytes(), generations.tobytes(), lengths.tobytes()]
 
     def _end_lease(self, session: Session, lease: int) -> Generator[None, None, bool]:
         """Release all of a lease; returns whether it was known."""
@@ -425,21 +440,21 @@ class Handlers:
                 worked = 0
             known = yield from self._end_lease(session, lease)
             statuses.append(not known)
-        return [bytes(statuses)]
+        return [statuses]
 
     def _delete(self, session: Session, request: int, raw: list[Any]) -> Steps:
         weights_epoch, keys = requests.arguments(raw, 2)
         requests.number(weights_epoch, "weights epoch")
         total = requests.key_count(keys)
         statuses = bytearray()
-        for at in range(0, total, SLICE):
+        for at in range(0, total, DELETE_SLICE):
             if at:
                 yield
                 self._go_on(session, request)
-            part = requests.key_slice(keys, at, SLICE)
+            part = requests.key_slice(keys, at, DELETE_SLICE)
             current = weights_epoch == session.namespace.weights_epoch
             statuses += self.directory.delete(session, part) if current else bytes(len(part))
-        return [bytes(statuses)]
+        return [statuses]
 
     def _reset(self, session: Session, request: int, raw: list[Any]) -> Steps:
         weights_epoch = requests.number(requests.arguments(raw, 1)[0], "weights epoch")
@@ -447,7 +462,7 @@ class Handlers:
         hidden = self.directory.reset(namespace, weights_epoch)
         # The answer is the epoch that began here, even if another reset follows while this one still frees.
         current = namespace.weights_epoch
-        while hidden is not None and not self.directory.drain(namespace, hidden, SLICE):
+        while hidden is not None and not self.directory.drain(namespace, hidden, DELETE_SLICE):
             yield
         return [current]
 
@@ -459,9 +474,9 @@ _ATTACHED_ONLY = frozenset(
 )
 
 
-def _taken(statuses: bytearray, entries: array[int], generations: array[int]) -> tuple[list[int], list[int]]:
+def _taken(statuses: bytearray, entries: array[int], generations: array[int]) -> tuple[array[int], array[int]]:
     """Entries and generations of the keys that were answered NEW."""
     if not any(statuses):
-        return entries.tolist(), generations.tolist()
+        return entries, generations
     new = [at for at, status in enumerate(statuses) if status == ReserveStatus.NEW]
-    return [entries[at] for at in new], [generations[at] for at in new]
+    return array("I", [entries[at] for at in new]), array("I", [generations[at] for at in new])

@@ -5,14 +5,15 @@ The table is any writable memory, so tests pass a ``bytearray``. Little-endian h
 
 from __future__ import annotations
 
+import struct
 import zlib
 from array import array
 from collections.abc import Sequence
-from itertools import repeat
 
 from maru_core.pool_format import (
     HEADER_BODY,
     HEADER_CHECKSUM_OFFSET,
+    HEADER_PREFIX,
     HEADER_SIZE,
     HEADER_VIEW_OFFSET,
     Header,
@@ -22,6 +23,7 @@ from maru_core.pool_format import (
 
 _WORDS = HEADER_SIZE // 4
 _CRC_GAP = bytes(4)
+_BODY_AFTER_CRC = f"4x{HEADER_BODY.size}s"
 
 
 class HeaderTable:
@@ -41,7 +43,7 @@ class HeaderTable:
         start: int,
         stride: int,
         keys: Sequence[bytes],
-        parents: Sequence[bytes] | repeat[bytes],
+        parents: Sequence[bytes],
         generations: Sequence[int],
         length: int,
         session: int,
@@ -49,33 +51,31 @@ class HeaderTable:
         weights_epoch: int,
     ) -> None:
         """RESERVED headers of ``len(keys)`` objects at ``start``, ``start + stride``, … of ``length`` bytes each."""
-        same = map(
-            HEADER_BODY.pack,
-            repeat(int(State.RESERVED)),
-            generations,
-            repeat(length),
-            repeat(session),
-            repeat(0),
-            repeat(digest),
-            repeat(weights_epoch),
-            keys,
-            parents,
-        )
-        bodies = [b"", *same]
-        crcs = array("I", map(zlib.crc32, bodies[1:]))
-        first = start - self._base
-        if stride == 1:
-            # The CRCs come last: a reader in between sees a torn header, never a wrong one.
-            self._bytes[first * HEADER_SIZE : (first + len(keys)) * HEADER_SIZE] = _CRC_GAP.join(bodies)
+        count = len(keys)
+        prefixes = {
+            generation: HEADER_PREFIX.pack(int(State.RESERVED), generation, length, session, 0, digest, weights_epoch)
+            for generation in set(generations)
+        }
+        pieces: list[bytes] = [_CRC_GAP] * (4 * count)
+        if len(prefixes) == 1:
+            pieces[1::4] = [*prefixes.values()] * count
         else:
-            step = stride * HEADER_SIZE
-            at = first * HEADER_SIZE
-            for body in bodies[1:]:
-                self._bytes[at : at + HEADER_SIZE] = _CRC_GAP + body
-                at += step
+            pieces[1::4] = [prefixes[generation] for generation in generations]
+        pieces[2::4] = keys
+        pieces[3::4] = parents
+        headers = b"".join(pieces)
+        crcs = array("I", map(zlib.crc32, struct.unpack(_BODY_AFTER_CRC * count, headers)))
+        first = start - self._base
+        # The CRCs come last: a reader in between sees a torn header, never a wrong one.
+        if stride == 1:
+            self._bytes[first * HEADER_SIZE : (first + count) * HEADER_SIZE] = headers
+        else:
+            for number in range(count):
+                at = (first + number * stride) * HEADER_SIZE
+                self._bytes[at : at + HEADER_SIZE] = headers[number * HEADER_SIZE : (number + 1) * HEADER_SIZE]
         begin = first * _WORDS
         step = stride * _WORDS
-        self._words[begin : begin + len(keys) * step : step] = memoryview(crcs)
+        self._words[begin : begin + count * step : step] = memoryview(crcs)
 
     def change_state(self, entries: list[int], old: State, new: State) -> None:
         """Rewrite the state of headers whose state is ``old``; their CRCs follow."""

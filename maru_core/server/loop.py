@@ -19,6 +19,8 @@ from maru_core.server.handlers import Handlers, Task
 SWEEP_INTERVAL = 0.5
 #: Longest wait for a message before the loop looks at the clock and at signals, in milliseconds.
 _WAIT_MS = 100
+#: A message from this size on, in bytes, may take so long that its turn is timed.
+_LARGE = 64 * 1024
 #: Messages that wait per peer in each direction. A peer that does not read loses further replies.
 _RECEIVE_LIMIT = 32
 _SEND_LIMIT = 256
@@ -62,34 +64,39 @@ class ServerLoop:
 
     def run(self) -> None:
         """Serve."""
-        handlers, tasks, receive, clock = self._handlers, self._tasks, self._socket.recv_multipart, self._clock
+        handlers, tasks, receive, clock = self._handlers, self._tasks, self._socket.recv, self._clock
+        more = self._socket.getsockopt
         busy_since = clock()
         next_sweep = busy_since + SWEEP_INTERVAL
         while not self._stopping:
+            peer, frame = b"", None
             try:
-                frames = receive(zmq.NOBLOCK if tasks else 0)
+                peer = receive(zmq.NOBLOCK if tasks else 0)
+                frame = receive()
             except zmq.Again:
-                frames = None
-            started = clock()
-            if frames is not None:
-                if len(frames) == 2:
-                    outcome = handlers.handle(frames[1])
-                    if type(outcome) is bytes:
-                        self._send(frames[0], outcome)
-                    elif outcome is not None:
-                        tasks.append((frames[0], outcome))  # type: ignore[arg-type]
-                else:
+                pass
+            heavy = bool(tasks) or (frame is not None and len(frame) > _LARGE)
+            started = time.thread_time() if heavy else 0.0
+            if frame is not None:
+                if more(zmq.RCVMORE):
+                    self._socket.recv_multipart()
                     handlers.directory.counters["bad_requests"] += 1
-                frames = None
+                else:
+                    outcome = handlers.handle(frame)
+                    if isinstance(outcome, Task):
+                        tasks.append((peer, outcome))
+                    elif outcome is not None:
+                        self._send(peer, outcome)
+                frame = None
             if tasks:
                 peer, task = tasks.popleft()
                 if not task.advance():
                     tasks.append((peer, task))
                 elif task.reply is not None:
                     self._send(peer, task.reply)
+            if heavy:
+                handlers.longest_turn = max(handlers.longest_turn, time.thread_time() - started)
             now = clock()
-            if now - started > handlers.longest_turn:
-                handlers.longest_turn = now - started
             if now >= next_sweep:
                 next_sweep = now + SWEEP_INTERVAL
                 tasks.extend((b"", task) for task in handlers.sweep())
@@ -105,7 +112,8 @@ class ServerLoop:
 
     def _send(self, peer: bytes, reply: bytes) -> None:
         try:
-            self._socket.send_multipart((peer, reply), zmq.NOBLOCK)
+            self._socket.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
+            self._socket.send(reply, zmq.NOBLOCK)
         except zmq.ZMQError:
             # The peer is gone or does not read; it will time out and cancel. Nobody else waits for it.
             self._handlers.directory.counters["replies_dropped"] += 1

@@ -81,7 +81,7 @@ def within_limit(count: int) -> int:
 
 def key_slice(blob: bytes, at: int, count: int) -> tuple[bytes, ...]:
     """Keys ``at .. at+count-1`` of a packed column; fewer at its end."""
-    part = blob[at * KEY_SIZE : (at + count) * KEY_SIZE]
+    part = blob[at * KEY_SIZE : (at + count) * KEY_SIZE] if at or len(blob) > count * KEY_SIZE else blob
     keys: tuple[bytes, ...] = struct.unpack(f"{KEY_SIZE}s" * (len(part) // KEY_SIZE), part)
     return keys
 

@@ -32,6 +32,8 @@ from maru_core.server.liveness import SessionLocks
 from maru_core.server.loop import ServerLoop
 from maru_core.server.sessions import SessionRegistry
 
+_PREFAULT = 1 << 20
+
 
 @frozen
 class ServerSettings:
@@ -127,6 +129,9 @@ def _create_pools(settings: ServerSettings, backend: StorageBackend, owner: str,
             raise BackendError(f"pools of {base} granules in all, the limit is {NO_ENTRY - 1}; raise maru_chunk_size")
         end = descriptor.table_offset + descriptor.entry_count * HEADER_SIZE
         table = region.buffer[descriptor.table_offset : end]
+        # Zeroed already, but not mapped here: page faults now rather than in a client's request.
+        for at in range(0, len(table), _PREFAULT):
+            table[at : at + _PREFAULT] = bytes(len(table[at : at + _PREFAULT]))
         cleanup.callback(table.release)
         arena = Arena.of(number, descriptor, table)
         cleanup.callback(arena.headers.release)

@@ -18,10 +18,10 @@ PATIENCE = 60.0
 
 @frozen
 class ReserveUndo:
-    """What a RESERVE took: parallel lists of first entries and generations."""
+    """What a RESERVE took: parallel columns of first entries and generations."""
 
-    entries: list[int]
-    generations: list[int]
+    entries: array[int]
+    generations: array[int]
 
 
 @frozen

@@ -1,0 +1,296 @@
+"""How fast the metadata server is, next to a bare echo on the same machine in the same run.
+
+``python benchmarks/metadata.py`` measures RESERVE, COMMIT and ACQUIRE of 64 keys, header writes and the client's work
+included, alternating with an 8-byte ROUTER/DEALER echo over ``ipc`` between two processes. Twice: into free memory, and
+into a full pool, where every RESERVE evicts. It fails (exit 1) when a median is over twice the echo's.
+
+``--fairness`` measures how long another client's PROBE waits while one client sends batches of 100,000 keys and
+requests over the limit; it fails when the server worked longer than 10 ms without a look at the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import random
+import secrets
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import zmq
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from maru_core.pool_format import NO_KEY  # noqa: E402
+from maru_core.protocol import PROTOCOL_VERSION, Code, Op  # noqa: E402
+from maru_core.protocol.codec import column_u8, pack_u32, pack_u64, unpack_u32, unpack_u64  # noqa: E402
+
+BATCH = 64
+GRANULE = 4096
+LIMIT = 2.0
+LONGEST_TURN_MS = 10.0
+
+
+class ProtocolClient:
+    """The least that a client has to do: pack, send, receive, unpack, check every column's length."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVTIMEO, 60_000)
+        self._socket.connect(url)
+        self._request = self._epoch = self._session = 0
+        self._pack = msgpack.Packer().pack
+        self._call(Op.HELLO, PROTOCOL_VERSION, "client", [os.getpid(), "", "benchmark"], b"\x90", learn=True)
+        self._lock = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._call(Op.ATTACH, True)
+
+    def _call(self, op: int, *arguments: Any, learn: bool = False) -> list[Any]:
+        self._request += 1
+        self._socket.send(self._pack([int(op), self._request, self._epoch, self._session, *arguments]))
+        reply = msgpack.unpackb(self._socket.recv())
+        if reply[0] != self._request or reply[2] != Code.OK:
+            raise RuntimeError(f"{Op(op).name} failed: {reply}")
+        if learn:
+            self._epoch, self._session, self._path = reply[1], reply[3], reply[4]
+        return reply[3:]
+
+    def reserve(self, keys: Sequence[bytes], parent: bytes = b"") -> Any:
+        """Statuses, entries, generations; with ``parent`` the keys are a chain that continues it."""
+        count = len(keys)
+        statuses, entries, generations = self._call(Op.RESERVE, 0, b"".join(keys), parent, GRANULE)
+        return column_u8(statuses, count), unpack_u32(entries, count), unpack_u32(generations, count)
+
+    def commit(self, grants: Any) -> Any:
+        """Commit all that ``reserve`` returned."""
+        (statuses,) = self._call(Op.COMMIT, pack_u32(grants[1]), pack_u32(grants[2]), b"")
+        return column_u8(statuses, len(grants[1]))
+
+    def acquire(self, keys: Sequence[bytes]) -> Any:
+        """Lease, statuses, entries, generations, lengths."""
+        count = len(keys)
+        lease, statuses, entries, generations, lengths = self._call(Op.ACQUIRE, 0, b"".join(keys), True)
+        return (
+            lease,
+            column_u8(statuses, count),
+            unpack_u32(entries, count),
+            unpack_u32(generations, count),
+            unpack_u64(lengths, count),
+        )
+
+    def release(self, lease: Any) -> None:
+        """Give back what ``acquire`` returned."""
+        self._call(Op.RELEASE, pack_u64([lease[0]]))
+
+    def probe(self, keys: Sequence[bytes]) -> Any:
+        """Presence of each key."""
+        return column_u8(self._call(Op.PROBE, 0, b"".join(keys))[0], len(keys))
+
+    def stats(self) -> Any:
+        """The server's figures."""
+        return self._call(Op.STATS)[0]
+
+    def send_oversize(self) -> None:
+        """A million keys in one message, from a socket of its own: the server must refuse it."""
+        with self._context.socket(zmq.DEALER) as rude:
+            rude.setsockopt(zmq.LINGER, 200)
+            rude.connect(self._url)
+            rude.send(self._pack([int(Op.PROBE), 1, self._epoch, self._session, 0, bytes(32 * 1_000_000)]))
+
+    def close(self) -> None:
+        """End the session."""
+        self._call(Op.BYE)
+        self._context.destroy(0)
+        os.close(self._lock)
+
+
+def make_client(url: str) -> ProtocolClient:
+    """The client that is measured."""
+    return ProtocolClient(url)
+
+
+def server_command(folder: Path, pool_size: int) -> list[str]:
+    """How a server is started; it prints its address as its first line."""
+    return [
+        sys.executable,
+        "-m",
+        "tests.server.fakes",
+        str(folder),
+        "--size",
+        str(pool_size),
+        "--granule",
+        str(GRANULE),
+    ]
+
+
+@contextmanager
+def process(command: list[str]) -> Iterator[str]:
+    """Run a server that prints its address; ends with the block."""
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT)
+    try:
+        assert child.stdout is not None
+        yield child.stdout.readline().decode().strip()
+    finally:
+        child.terminate()
+        child.communicate()
+
+
+def serve_echo(url: str) -> None:
+    """Send every message back, until terminated."""
+    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    socket.bind(url)
+    print(url, flush=True)
+    while True:
+        socket.send_multipart(socket.recv_multipart())
+
+
+def timed(into: list[float], call: Callable[..., Any], *arguments: Any) -> Any:
+    """Run and note the time in microseconds."""
+    begin = time.perf_counter()
+    result = call(*arguments)
+    into.append((time.perf_counter() - begin) * 1e6)
+    return result
+
+
+def measure_operations(url: str, echo_url: str, rounds: int) -> dict[str, dict[str, float]]:
+    """Medians in microseconds, for a pool that is free for ``rounds`` rounds and full afterwards."""
+    context = zmq.Context()
+    echo = context.socket(zmq.DEALER)
+    echo.connect(echo_url)
+    client = make_client(url)
+
+    def bounce() -> None:
+        echo.send(b"12345678")
+        echo.recv()
+
+    results = {}
+    for phase in ("free", "full"):
+        times: dict[str, list[float]] = {"echo": [], "reserve": [], "commit": [], "acquire": []}
+        for _ in range(rounds):
+            blob = secrets.token_bytes(32 * BATCH)
+            keys = [blob[at : at + 32] for at in range(0, len(blob), 32)]
+            timed(times["echo"], bounce)
+            grants = timed(times["reserve"], client.reserve, keys, NO_KEY)
+            timed(times["commit"], client.commit, grants)
+            lease = timed(times["acquire"], client.acquire, keys)
+            client.release(lease)
+            if any(grants[0]) or lease[1] != b"\1" * BATCH:
+                raise RuntimeError("not every key was stored and found: the measurement is void")
+        results[phase] = {name: statistics.median(values) for name, values in times.items()}
+    client.close()
+    context.destroy(0)
+    return results
+
+
+def measure_fairness(url: str, seconds: float) -> dict[str, float]:
+    """PROBE latencies of one client in milliseconds, alone and beside a client with very large batches."""
+    polite, greedy = make_client(url), make_client(url)
+    few = [secrets.token_bytes(32) for _ in range(BATCH)]
+    results: dict[str, float] = {}
+
+    def probe_for(span: float, name: str) -> None:
+        times: list[float] = []
+        until = time.monotonic() + span
+        while time.monotonic() < until:
+            timed(times, polite.probe, few)
+            time.sleep(0.0005)
+        times.sort()
+        results[f"{name}_median_ms"] = times[len(times) // 2] / 1000
+        results[f"{name}_p99_ms"] = times[int(len(times) * 0.99)] / 1000
+        results[f"{name}_max_ms"] = times[-1] / 1000
+
+    probe_for(seconds / 4, "alone")
+    blob = random.Random(1).randbytes(32 * 100_000)
+    many = [blob[at : at + 32] for at in range(0, len(blob), 32)]
+    stop = threading.Event()
+    batches = []
+
+    def bother() -> None:
+        while not stop.is_set():
+            grants = greedy.reserve(many)
+            greedy.commit(grants)
+            greedy.probe(many)
+            lease = greedy.acquire(many)
+            if lease[0]:
+                greedy.release(lease)
+            greedy.send_oversize()
+            batches.append(len(many))
+
+    thread = threading.Thread(target=bother)
+    thread.start()
+    probe_for(seconds, "beside")
+    stop.set()
+    thread.join()
+    results["batches"] = len(batches)
+    results["longest_turn_ms"] = polite.stats()["server"]["longest_turn_s"] * 1000
+    polite.close()
+    greedy.close()
+    return results
+
+
+def main() -> int:
+    """Measure, print, and say by the exit status whether the limits hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3000, help="rounds per phase, at least 2000 for a valid median")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--fairness", action="store_true", help="measure fairness instead")
+    parser.add_argument("--echo", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.echo:
+        serve_echo(options.echo)
+    folder = Path(tempfile.mkdtemp(prefix="maru-b-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+    try:
+        figures, failed = run_fairness(folder) if options.fairness else run_operations(folder, options.rounds)
+    finally:
+        shutil.rmtree(folder)
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return int(failed)
+
+
+def run_operations(folder: Path, rounds: int) -> tuple[dict[str, Any], bool]:
+    """Table of operations; whether one is over the limit."""
+    size = rounds * BATCH * (GRANULE + 128) + (1 << 20)
+    echo_url = f"ipc://{folder}/echo.sock"
+    echo = [sys.executable, __file__, "--echo", echo_url]
+    with process(server_command(folder, size)) as url, process(echo) as where:
+        results = measure_operations(url, where, rounds)
+    failed = False
+    print(f"{BATCH} keys per call, medians of {rounds}, client and header writes included")
+    print(f"{'pool':6}{'call':10}{'µs':>8}{'x echo':>8}")
+    for phase, medians in results.items():
+        for name, value in medians.items():
+            ratio = value / medians["echo"]
+            over = ratio > LIMIT
+            failed |= over
+            print(f"{phase:6}{name:10}{value:8.1f}{ratio:8.2f}{'   over ' + str(LIMIT) if over else ''}")
+    return results, failed
+
+
+def run_fairness(folder: Path) -> tuple[dict[str, Any], bool]:
+    """Table of latencies; whether the server looked away for too long."""
+    with process(server_command(folder, 120_000 * (GRANULE + 128))) as url:
+        results = measure_fairness(url, 8.0)
+    for name, value in results.items():
+        print(f"{name:20}{value:10.2f}")
+    return results, results["longest_turn_ms"] > LONGEST_TURN_MS
+
+
+if __name__ == "__main__":
+    sys.exit(main())
