@@ -145,6 +145,18 @@ def test_a_file_system_that_fills_up_meanwhile_leaves_nothing(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_pool_that_is_removed_while_it_is_made_is_no_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate = os.posix_fallocate
+
+    def and_remove(fd: int, offset: int, length: int) -> None:
+        allocate(fd, offset, length)
+        (tmp_path / "maru-owner" / "pool-0").unlink()
+
+    monkeypatch.setattr(os, "posix_fallocate", and_remove)
+    with pytest.raises(BackendError, match="start again"):
+        CpuBackend().create_pool(ask_in(tmp_path))
+
+
 def test_a_folder_that_others_could_write_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "maru-owner"
     folder.mkdir()

@@ -51,6 +51,7 @@ def example(tmp_path: Path) -> Path:
 def test_the_plugin_of_the_documentation_passes_its_tests(example: Path, caller: dict[str, str]) -> None:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("MARU_", "PYTEST_"))}
     clean["PYTHONPATH"] = os.pathsep.join([str(example), str(ROOT)])
+    clean["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # other plugins only cost time here
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     run = subprocess.run(command, cwd=example, env=clean | caller, capture_output=True, text=True, timeout=60)
     assert "5 passed" in run.stdout, run.stdout + run.stderr
