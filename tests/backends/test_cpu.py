@@ -183,6 +183,17 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     assert (target / "pool-9").read_bytes() == b"precious"
 
 
+@pytest.mark.parametrize("change", [-4096, 4096])
+def test_a_file_of_another_size_is_refused_before_it_is_mapped(tmp_path: Path, change: int) -> None:
+    backend = CpuBackend()
+    pool = backend.create_pool(ask_in(tmp_path))
+    size = pool.region.descriptor.size
+    os.truncate(pool.region.descriptor.location, size + change)
+    with pytest.raises(BackendError, match=f"has {size + change} bytes, the server says {size}"):
+        backend.map_region(pool.region.descriptor)
+    pool.destroy()
+
+
 def test_a_pipe_in_place_of_a_pool_is_not_waited_for(tmp_path: Path) -> None:
     backend = CpuBackend()
     pool = backend.create_pool(ask_in(tmp_path))
