@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import signal
 import subprocess
@@ -79,6 +80,33 @@ def test_the_kernel_unmaps_when_the_last_view_goes(tmp_path: Path) -> None:
     assert mapped(str(other))
     del view
     assert not mapped(str(other))
+    pool.destroy()
+
+
+def resident(path: str) -> int:
+    """Bytes of the mapping of ``path`` that are in this process's page tables."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.endswith(path))
+    return next(int(line.split()[1]) * 1024 for line in lines[start:] if line.startswith("Rss:"))
+
+
+def test_populated_pages_are_in_the_page_tables(tmp_path: Path) -> None:
+    probe = mmap.mmap(-1, mmap.PAGESIZE)
+    try:
+        probe.madvise(23)
+    except OSError:
+        pytest.skip("this kernel cannot populate: Linux 5.14 is needed")
+    backend = CpuBackend()
+    pool = backend.create_pool(ask_in(tmp_path, size=16 * MIB))
+    other = tmp_path / "same-pool"
+    os.link(pool.region.descriptor.location, other)
+    region = backend.map_region(evolve(pool.region.descriptor, location=str(other)))
+    before = resident(str(other))
+    region.populate(5 * MIB + 1, 6 * MIB)
+    assert 6 * MIB <= resident(str(other)) - before <= 7 * MIB
+    region.populate(0, 16 * MIB)
+    assert resident(str(other)) == 16 * MIB
+    region.close()
     pool.destroy()
 
 
