@@ -44,10 +44,10 @@ def available_memory(root: Path = ROOT) -> Available:
 
 def filesystem_type(device: int, root: Path = ROOT) -> str:
     """Type of the mounted file system with this ``st_dev`` (``tmpfs``, ``hugetlbfs``, …); empty when not known."""
-    wanted = f"{device >> 8 & 0xFFF}:{device & 0xFF | device >> 12 & 0xFFF00}"
+    wanted = f"{os.major(device)}:{os.minor(device)}"
     for line in _lines(root / "proc/self/mountinfo"):
         fields = line.split()
-        if fields[2] == wanted and "-" in fields[6:]:
+        if wanted in fields[2:3] and "-" in fields[6:-1]:
             return fields[fields.index("-", 6) + 1]
     return ""
 

@@ -173,9 +173,13 @@ def _allocate(folder_fd: int, name: str, descriptor: PoolDescriptor) -> CpuPool:
         # Last, so that whoever finds a valid superblock finds a whole pool.
         packed = pack_superblock(block)
         region.buffer[: len(packed)] = packed
+        if os.fstat(fd).st_nlink == 0:
+            # Somebody who found the new file before it was locked took it for an orphan (see _turn).
+            raise BackendError(f"pool {descriptor.location} was removed while it was made: start again")
         return CpuPool(region, fd)
     except BaseException:
-        os.unlink(name, dir_fd=folder_fd)
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder_fd)
         os.close(fd)
         raise
 
@@ -268,7 +272,7 @@ def _remove_orphans(root_fd: int) -> None:
 
 def _remove_stale(folder_fd: int, name: str, location: Path) -> None:
     if not _remove_unlocked(folder_fd, name):
-        raise BackendError(f"pool {location} is in use by a server that lives; two servers cannot share an owner")
+        raise BackendError(f"pool {location} is in use by a server that lives, or is no file of Maru's: remove it")
 
 
 def _remove_unlocked(folder_fd: int, name: str) -> bool:
@@ -277,7 +281,11 @@ def _remove_unlocked(folder_fd: int, name: str) -> bool:
         fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder_fd)
     except FileNotFoundError:
         return True
+    except OSError:  # a link, a folder, or of another user: not made here, not removed here
+        return False
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return False
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(name, dir_fd=folder_fd)
         return True

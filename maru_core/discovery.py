@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from attrs import field, frozen
 
+from maru_core.errors import PluginError
 from maru_core.plugin import NAME
 
 GROUP: Final = f"{NAME}.plugins"
@@ -32,6 +33,8 @@ class Candidate:
     version: str
     location: str
     built_in: bool = False
+    #: What is wrong with the metadata itself; such a candidate bears the name of its distribution.
+    damage: str = ""
     entry_point: metadata.EntryPoint = field(init=False, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -44,6 +47,8 @@ class Candidate:
 
     def load(self) -> Any:
         """Import the module and return it, or the object in it; raises whatever the import raises."""
+        if self.damage:
+            raise PluginError(self.damage)
         return self.entry_point.load()
 
 
@@ -77,14 +82,19 @@ def installed(path: Sequence[str]) -> Iterator[Candidate]:
     """The entry points of the group in the metadata of installed distributions."""
     seen: set[str] = set()
     for distribution in metadata.distributions(path=list(path)):
-        name = canonical(distribution.metadata["Name"] or "")
+        name = canonical(distribution.metadata["Name"]) if "Name" in distribution.metadata else ""
         if not name or name in seen:
             continue
         seen.add(name)
-        for entry in distribution.entry_points:
-            if entry.group == GROUP:
-                location = str(distribution.locate_file(""))
-                yield Candidate(entry.name, entry.value, name, distribution.version or "", location)
+        location = str(distribution.locate_file(""))
+        try:
+            entries = [entry for entry in distribution.entry_points if entry.group == GROUP]
+        except Exception as error:  # noqa: BLE001 - which one depends on the damage and on Python's version
+            damage = f"entry_points.txt cannot be read: {error}"
+            yield Candidate(name, "", name, distribution.version, location, damage=damage)
+            continue
+        for entry in entries:
+            yield Candidate(entry.name, entry.value, name, distribution.version, location)
 
 
 def canonical(name: str) -> str:

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Sets the environment up and runs every check and test. --fast leaves out the tests on a real vLLM engine.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+fast=
+for option in "$@"; do
+  case $option in
+  --fast) fast=1 ;;
+  *)
+    echo "usage: scripts/test.sh [--fast]" >&2
+    exit 2
+    ;;
+  esac
+done
+
+scripts/setup-env.sh
+
+step() {
+  echo "== $*"
+  "$@"
+}
+
+export PATH="$PWD/.venv/bin:$PATH"
+step ruff check .
+step ruff format --check .
+step mypy --strict maru_core
+step python -m pytest -q -n auto -m "not engine"
+if [[ -z $fast ]]; then
+  # One at a time: an engine takes all cores.
+  step python -m pytest -q -m engine
+fi
+echo "== all passed"
