@@ -274,7 +274,7 @@ class Link:
         try:
             channel.send(frame)
         except Unavailable as error:
-            self._log.debug("cancellation put off", request=request_id, reason=str(error))
+            self._note("debug", "cancellation put off", request=request_id, reason=str(error))
         self.defer(session.holder, Op.CANCEL, (request_id,))
 
     def lose(self, session: Session) -> None:
@@ -304,6 +304,12 @@ class Link:
         if code == Code.CANCELLED:
             return Unavailable(f"the request was cancelled before it reached the Maru server at {self.url}")
         return ServerError(code, f"the Maru server at {self.url} answered {_name_of(code)}: {text}")
+
+    def _note(self, level: str, event: str, **values: object) -> None:
+        try:
+            getattr(self._log, level)(event, **values)
+        except (OSError, ValueError):  # the log goes to a pipe or file that was closed: there is nowhere to say so
+            return
 
     def _on_fork(self) -> None:
         """In a forked child: no thread, no socket, no session of the parent is to be touched."""
@@ -357,7 +363,7 @@ class Link:
                     self.settled.set()
                 pause = RETRY_INTERVAL_REFUSED
             except Exception as error:  # noqa: BLE001 - the thread must outlive any fault, and says which
-                self._log.exception("maru link failed", url=self.url)
+                self._note("exception", "maru link failed", url=self.url)
                 self._went_down(MaruError(f"the connection to {self.url} failed: {type(error).__name__}: {error}"))
                 pause = RETRY_INTERVAL_REFUSED
         self._farewell()
@@ -424,7 +430,7 @@ class Link:
             self.live = session
             if self._closing:
                 self.live = None
-            self._log.info("maru link up", url=self.url, epoch=session.epoch, session=session.id)
+            self._note("info", "maru link up", url=self.url, epoch=session.epoch, session=session.id)
 
     def _went_down(self, error: MaruError) -> None:
         known = str(error) == str(self.problem)
@@ -433,7 +439,7 @@ class Link:
             return
         self.problem = error
         if not known:
-            self._log.warning("maru link down", url=self.url, reason=str(error))
+            self._note("warning", "maru link down", url=self.url, reason=str(error))
 
     def _flush(self, session: Session, closing: bool = False) -> None:
         """Deliver put-off work, cancellations first: an abort after a lost commit relies on that order."""
@@ -450,7 +456,7 @@ class Link:
                 try:
                     self._request(op, session.epoch, session.id, arguments, timeout, closing)
                 except (ServerError, ProtocolError) as error:
-                    self._log.error("put-off work refused", op=op.name, items=len(part), reason=str(error))
+                    self._note("error", "put-off work refused", op=op.name, items=len(part), reason=str(error))
                 except StaleEpoch:
                     self.lose(session)
                     return
@@ -465,7 +471,7 @@ class Link:
                     self._flush(session, closing=True)
                     self._request(Op.BYE, session.epoch, session.id, (), FAREWELL, closing=True)
             except MaruError as error:
-                self._log.debug("goodbye not delivered", url=self.url, reason=str(error))
+                self._note("debug", "goodbye not delivered", url=self.url, reason=str(error))
             if self._goodbye:
                 self.guard.close(session.proof)
                 session.regions.close()

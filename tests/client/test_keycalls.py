@@ -346,6 +346,16 @@ def test_wrong_keys_are_refused_before_they_are_sent(fake: FakeServer, handler: 
     assert not [request for request in fake.requests[before:] if request[0] in (Op.PROBE, Op.RESERVE)]
 
 
+def test_a_chain_needs_one_parent_only(fake: FakeServer, handler: MaruHandler) -> None:
+    many = keys(20_000)
+    handler.abort(handler.reserve(many, 4096, b"p" * 32, timeout=5))
+    first, second = [request for request in fake.requests if request[0] == Op.RESERVE]
+    assert first[6] == b"p" * 32
+    assert second[6] == first[5][-32:], "the second message goes on where the first ended"
+    with pytest.raises(ProtocolError, match="32 bytes"):
+        handler.reserve(many[:2], 4096, b"p" * 64)
+
+
 def test_no_keys_need_no_message(fake: FakeServer, handler: MaruHandler) -> None:
     assert handler.probe([]) == b""
     assert handler.acquire([], leading=True).leading == 0
