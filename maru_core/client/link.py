@@ -138,7 +138,7 @@ class Link:
         """
         request_id = next(self._ids)
         frame = encode((int(op), request_id, session.epoch, session.id, *arguments))
-        channel = self._channel()
+        channel = self._channel(session)
         wait = self.request_timeout if timeout is None else timeout
         with channel.lock:
             try:
@@ -161,7 +161,7 @@ class Link:
         """Send a request whose reply :meth:`collect` takes later, on this thread. Never blocks."""
         request_id = next(self._ids)
         frame = encode((int(op), request_id, session.epoch, session.id, *arguments))
-        channel = self._channel()
+        channel = self._channel(session)
         with channel.lock:
             channel.expect(request_id)
             try:
@@ -246,15 +246,20 @@ class Link:
 
     # -- shared -----------------------------------------------------------------------------------------------------
 
-    def _channel(self) -> Channel:
+    def _channel(self, session: Session) -> Channel:
+        """This thread's socket, a new one for each server: the old one would only try again after a pause."""
         channel: Channel | None = getattr(self._local, "channel", None)
-        if channel is None:
-            with self._channels_lock:
-                if self._closing:
-                    raise self._away()
-                channel = Channel(self._context, self.url)
-                self._channels.add(channel)
-            self._local.channel = channel
+        if channel is not None:
+            if self._local.epoch == session.epoch:
+                return channel
+            with channel.lock:
+                channel.close()
+        with self._channels_lock:
+            if self._closing:
+                raise self._away()
+            channel = Channel(self._context, self.url)
+            self._channels.add(channel)
+        self._local.channel, self._local.epoch = channel, session.epoch
         return channel
 
     def _keep_waiting(self, channel: Channel, request_id: int, session: Session, wait: float) -> list[Any] | None:
