@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -173,8 +174,14 @@ class MaruHandler(KeyCalls):
         return self.batch_delete([key])[0]
 
     def stats(self) -> dict[str, Any]:
-        """What the server counts, and under ``client`` what plugins of this process report."""
-        return {**self.server_stats(), "client": dict(self._host.hint_stats())}
+        """What the server counts, and under ``client`` this handler's connection and what plugins report."""
+        client = {
+            "url": self._link.url,
+            "epoch": self.epoch,
+            "weights_epoch": self.weights_epoch,
+            "plugins": dict(self._host.hint_stats()),
+        }
+        return {**self.server_stats(), "client": client}
 
     def close(self) -> None:
         """End the session. Allocations that are still open are given back. Idempotent, at most about a second.
@@ -278,6 +285,9 @@ class _Opener:
             session.regions.map_all()
         except BackendError as error:
             self._log.warning("pool not mapped; the first use tries again", reason=str(error))
+        else:
+            # Not on the link's own thread, which must go on pinging.
+            threading.Thread(target=session.regions.populate, name="maru-populate", daemon=True).start()
 
 
 def _death_of(url: str) -> Callable[[], bool]:

@@ -138,7 +138,7 @@ class Link:
         """
         request_id = next(self._ids)
         frame = encode((int(op), request_id, session.epoch, session.id, *arguments))
-        channel = self._channel()
+        channel = self._channel(session)
         wait = self.request_timeout if timeout is None else timeout
         with channel.lock:
             try:
@@ -161,7 +161,7 @@ class Link:
         """Send a request whose reply :meth:`collect` takes later, on this thread. Never blocks."""
         request_id = next(self._ids)
         frame = encode((int(op), request_id, session.epoch, session.id, *arguments))
-        channel = self._channel()
+        channel = self._channel(session)
         with channel.lock:
             channel.expect(request_id)
             try:
@@ -246,15 +246,20 @@ class Link:
 
     # -- shared -----------------------------------------------------------------------------------------------------
 
-    def _channel(self) -> Channel:
+    def _channel(self, session: Session) -> Channel:
+        """This thread's socket, a new one for each server: the old one would only try again after a pause."""
         channel: Channel | None = getattr(self._local, "channel", None)
-        if channel is None:
-            with self._channels_lock:
-                if self._closing:
-                    raise self._away()
-                channel = Channel(self._context, self.url)
-                self._channels.add(channel)
-            self._local.channel = channel
+        if channel is not None:
+            if self._local.epoch == session.epoch:
+                return channel
+            with channel.lock:
+                channel.close()
+        with self._channels_lock:
+            if self._closing:
+                raise self._away()
+            channel = Channel(self._context, self.url)
+            self._channels.add(channel)
+        self._local.channel, self._local.epoch = channel, session.epoch
         return channel
 
     def _keep_waiting(self, channel: Channel, request_id: int, session: Session, wait: float) -> list[Any] | None:
@@ -274,7 +279,7 @@ class Link:
         try:
             channel.send(frame)
         except Unavailable as error:
-            self._log.debug("cancellation put off", request=request_id, reason=str(error))
+            self._note("debug", "cancellation put off", request=request_id, reason=str(error))
         self.defer(session.holder, Op.CANCEL, (request_id,))
 
     def lose(self, session: Session) -> None:
@@ -304,6 +309,12 @@ class Link:
         if code == Code.CANCELLED:
             return Unavailable(f"the request was cancelled before it reached the Maru server at {self.url}")
         return ServerError(code, f"the Maru server at {self.url} answered {_name_of(code)}: {text}")
+
+    def _note(self, level: str, event: str, **values: object) -> None:
+        try:
+            getattr(self._log, level)(event, **values)
+        except (OSError, ValueError):  # the log goes to a pipe or file that was closed: there is nowhere to say so
+            return
 
     def _on_fork(self) -> None:
         """In a forked child: no thread, no socket, no session of the parent is to be touched."""
@@ -357,7 +368,7 @@ class Link:
                     self.settled.set()
                 pause = RETRY_INTERVAL_REFUSED
             except Exception as error:  # noqa: BLE001 - the thread must outlive any fault, and says which
-                self._log.exception("maru link failed", url=self.url)
+                self._note("exception", "maru link failed", url=self.url)
                 self._went_down(MaruError(f"the connection to {self.url} failed: {type(error).__name__}: {error}"))
                 pause = RETRY_INTERVAL_REFUSED
         self._farewell()
@@ -382,7 +393,11 @@ class Link:
             session = self._check(session)
         if session is None:
             session = self._renew()
+        # What was put off goes first: a call that finds the link up finds nothing of an earlier one in its way.
         self._flush(session)
+        if self._lost is not session:
+            self._went_up(session)
+            self.settled.set()
 
     def _check(self, session: Session) -> Session | None:
         """Ping; the session when it still holds, ``None`` when it is void."""
@@ -399,7 +414,6 @@ class Link:
             self._ensure_server(lambda: self._closing)
             raise
         self._due = time.monotonic() + PING_INTERVAL
-        self._went_up(session)
         return session
 
     def _renew(self) -> Session:
@@ -407,8 +421,6 @@ class Link:
         session = self._open_session(self)
         self._session = session
         self._due = time.monotonic() + PING_INTERVAL
-        self._went_up(session)
-        self.settled.set()
         return session
 
     def _discard(self, session: Session) -> None:
@@ -423,7 +435,7 @@ class Link:
             self.live = session
             if self._closing:
                 self.live = None
-            self._log.info("maru link up", url=self.url, epoch=session.epoch, session=session.id)
+            self._note("info", "maru link up", url=self.url, epoch=session.epoch, session=session.id)
 
     def _went_down(self, error: MaruError) -> None:
         known = str(error) == str(self.problem)
@@ -432,7 +444,7 @@ class Link:
             return
         self.problem = error
         if not known:
-            self._log.warning("maru link down", url=self.url, reason=str(error))
+            self._note("warning", "maru link down", url=self.url, reason=str(error))
 
     def _flush(self, session: Session, closing: bool = False) -> None:
         """Deliver put-off work, cancellations first: an abort after a lost commit relies on that order."""
@@ -449,7 +461,7 @@ class Link:
                 try:
                     self._request(op, session.epoch, session.id, arguments, timeout, closing)
                 except (ServerError, ProtocolError) as error:
-                    self._log.error("put-off work refused", op=op.name, items=len(part), reason=str(error))
+                    self._note("error", "put-off work refused", op=op.name, items=len(part), reason=str(error))
                 except StaleEpoch:
                     self.lose(session)
                     return
@@ -464,7 +476,7 @@ class Link:
                     self._flush(session, closing=True)
                     self._request(Op.BYE, session.epoch, session.id, (), FAREWELL, closing=True)
             except MaruError as error:
-                self._log.debug("goodbye not delivered", url=self.url, reason=str(error))
+                self._note("debug", "goodbye not delivered", url=self.url, reason=str(error))
             if self._goodbye:
                 self.guard.close(session.proof)
                 session.regions.close()

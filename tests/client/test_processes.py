@@ -29,6 +29,7 @@ def test_engines_that_start_together_start_one_server(folder: Folder) -> None:
         answers.add(out.strip().splitlines()[-1])
     assert len(answers) == 1
     assert len(folder.pids()) == 1
+    assert "already runs" not in (folder.path / "server.log").read_text(), "only one was ever started"
 
 
 def test_the_started_server_outlives_its_engine_and_is_detached(folder: Folder) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from maru_core.client import MaruHandler, StoreResult
-from maru_core.errors import MaruError, StaleEpoch, Unavailable, VersionMismatch
+from maru_core.config import MaruConfig
+from maru_core.errors import ConfigError, MaruError, StaleEpoch, Unavailable, VersionMismatch
+from maru_core.host import PluginHost
 from maru_core.protocol import Code, CommitStatus, Op, Presence, ReserveStatus
 from tests.client.fake_server import eventually
-from tests.client.real import Folder
+from tests.client.real import NAMESPACE, Folder
 
 
 def used(handler: MaruHandler) -> tuple[int, int, int, int]:
@@ -240,3 +244,32 @@ def test_stale_grants_do_not_reach_the_new_pool(folder: Folder) -> None:
         assert bytes(found.view) == bytes(100)
     with pytest.raises(StaleEpoch):
         handler.commit(grants)
+
+
+def test_a_server_on_tcp_is_used_the_same_way(maru_server: Any) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = maru_server(server_url=f"tcp://127.0.0.1:{port}", pool_size="4M")
+    host = PluginHost.with_plugins({}, built_ins=True)
+    with MaruHandler.connect(MaruConfig(server_url=server.url), NAMESPACE, host=host) as handler:
+        assert handler.store("a", b"over tcp") is StoreResult.STORED
+        found = handler.retrieve("a")
+        assert found is not None
+        assert bytes(found.view) == b"over tcp"
+        server.kill()
+        start = time.monotonic()
+        while handler.is_up:
+            assert time.monotonic() - start < 3
+            time.sleep(0.01)
+        with pytest.raises(Unavailable):
+            handler.store("b", b"1")
+
+
+def test_auto_names_a_server_that_listens_elsewhere(maru_server: Any, maru_runtime_dir: Path) -> None:
+    server = maru_server(server_url=f"ipc://{maru_runtime_dir}/other.sock", pool_size="4M")
+    host = PluginHost.with_plugins({}, built_ins=True)
+    config = MaruConfig(runtime_dir=str(maru_runtime_dir), pool_size="4M", pool_path=str(maru_runtime_dir))
+    with pytest.raises(ConfigError, match=r"other\.sock"):
+        MaruHandler.connect(config, NAMESPACE, host=host)
+    assert server.process.poll() is None
