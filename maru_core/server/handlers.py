@@ -227,7 +227,7 @@ class Handlers:
     # -- sessions --------------------------------------------------------------------------------------------------
 
     def _hello(self, raw: list[Any]) -> list[Any]:
-        if raw and raw[0] != PROTOCOL_VERSION:
+        if raw and (type(raw[0]) is not int or raw[0] != PROTOCOL_VERSION):
             raise Refusal(
                 Code.VERSION,
                 f"this server speaks protocol {PROTOCOL_VERSION} (Maru {__version__}), the client {describe(raw[0])}; "

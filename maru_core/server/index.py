@@ -27,7 +27,7 @@ class KeyIndex:
     def find(self, keys: Sequence[bytes]) -> list[int | None]:
         """The entry of each key, ``None`` where there is none."""
         shards = map(self._route.__getitem__, b"".join(keys)[_LAST :: _LAST + 1])
-        return list(map(dict.get, shards, keys))  # type: ignore[arg-type]
+        return list(map(dict.get, shards, keys))
 
     def get(self, key: bytes) -> int | None:
         """The entry of one key."""
