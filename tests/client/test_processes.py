@@ -132,8 +132,11 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("server", ["killed", "stopped", "never there"])
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize(
+    ("ending", "server"),
+    [(ending, server) for ending in ("exit", "exception", "SIGTERM") for server in ("killed", "stopped")]
+    + [("sys.exit", "never there"), ("SIGTERM", "never there"), ("thread", "killed")],
+)
 def test_a_process_whose_server_is_away_ends_at_once(folder: Folder, ending: str, server: str) -> None:
     code, expected = ENDINGS[ending]
     url = f"ipc://{folder.path}/elsewhere.sock" if server == "never there" else f"ipc://{folder.path}/server.sock"

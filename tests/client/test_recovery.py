@@ -15,7 +15,9 @@ import pytest
 from maru_core.client import MaruHandler, StoreResult
 from maru_core.config import MaruConfig
 from maru_core.errors import ConfigError, MaruError, StaleEpoch, Unavailable, VersionMismatch
+from maru_core.fakes import FakeBackend
 from maru_core.host import PluginHost
+from maru_core.plugin import hookimpl
 from maru_core.protocol import Code, CommitStatus, Op, Presence, ReserveStatus
 from tests.client.fake_server import eventually
 from tests.client.real import NAMESPACE, Folder
@@ -264,6 +266,39 @@ def test_a_server_on_tcp_is_used_the_same_way(maru_server: Any) -> None:
             time.sleep(0.01)
         with pytest.raises(Unavailable):
             handler.store("b", b"1")
+
+
+def test_pools_are_populated_and_told_about(serve: Any, backend: FakeBackend, maru_runtime_dir: Path) -> None:
+    """Hints learn of sessions and regions; what `eager_map` maps is populated whole, off the link's thread."""
+    server = serve()
+    told: list[str] = []
+
+    class Hints:
+        @hookimpl
+        def maru_session_opened(self, name: str, role: str) -> None:
+            told.append(f"session {name} {role}")
+
+        @hookimpl
+        def maru_region_mapped(self, region: Any) -> None:
+            told.append("mapped")
+            sizes.append(region.descriptor.size)
+            region.populate = lambda offset, length: populated.append((offset, length))
+
+        @hookimpl
+        def maru_region_unmapping(self, region: Any) -> None:
+            told.append("unmapping")
+
+    sizes: list[int] = []
+    populated: list[tuple[int, int]] = []
+    host = PluginHost.with_plugins({"fake": backend, "hints": Hints()}, strict=True)
+    config = MaruConfig(server_url=server.url)
+    with MaruHandler.connect(config, NAMESPACE, host=host, name="n", role="worker") as handler:
+        assert told == ["mapped", "session n worker"]
+        eventually(lambda: sum(length for _, length in populated) >= sizes[0])
+        assert handler.stats()["client"]["url"] == server.url
+    assert told[-1] == "unmapping"
+    with MaruHandler.connect(config, NAMESPACE, host=host, role="scheduler"):
+        assert told[-1] == "session  scheduler", "a scheduler maps nothing"
 
 
 def test_auto_names_a_server_that_listens_elsewhere(maru_server: Any, maru_runtime_dir: Path) -> None:
