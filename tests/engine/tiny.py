@@ -1,8 +1,9 @@
 """One real vLLM engine, in this process, on a tiny random model: scenarios that need a hand inside the engine.
 
-Run by ``test_tiny_engine.py`` as ``python -m tests.engine.tiny MODEL RUNTIME_DIR``; prints one JSON object. In-process
-(``uni`` executor, no engine-core process), so that a scenario can change the step size, look into pages, and abort
-between the dispatch of a step and its result.
+Run by ``test_tiny_engine.py`` as ``python -m tests.engine.tiny MODEL RUNTIME_DIR [OPTIONS]``; prints one JSON object.
+OPTIONS is a JSON object of arguments for vLLM's ``LLM``, such as ``{"dtype": "bfloat16"}`` on a GPU. In-process (``uni``
+executor, no engine-core process), so that a scenario can change the step size, look into pages, and abort between the
+dispatch of a step and its result.
 """
 
 from __future__ import annotations
@@ -27,32 +28,29 @@ def prompt(length: int, seed: int) -> list[int]:
 class Tiny:
     """The engine, and shortcuts into it."""
 
-    def __init__(self, model: str, connector: dict[str, Any] | None) -> None:
+    def __init__(self, model: str, connector: dict[str, Any], options: dict[str, Any]) -> None:
         from vllm import LLM
 
-        options: dict[str, Any] = {}
-        if connector is not None:
-            options["kv_transfer_config"] = {
+        settings: dict[str, Any] = {
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "block_size": BLOCK,
+            "num_gpu_blocks_override": 40,
+            "max_num_batched_tokens": 512,
+            "max_num_seqs": 8,
+            "distributed_executor_backend": "uni",
+            "disable_log_stats": False,
+            "kv_transfer_config": {
                 "kv_connector": "MaruKVConnector",
                 "kv_connector_module_path": "maru_integrations.vllm",
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {"maru_kv_chunk_tokens": CHUNK, **connector},
-            }
-        self.llm = LLM(
-            model=model,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=1024,
-            block_size=BLOCK,
-            num_gpu_blocks_override=40,
-            max_num_batched_tokens=512,
-            max_num_seqs=8,
-            distributed_executor_backend="uni",
-            disable_log_stats=False,
-            **options,
-        )
+            },
+        }
+        self.llm = LLM(model=model, **{**settings, **options})
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
 
@@ -360,6 +358,7 @@ def main() -> None:
     tiny = Tiny(
         sys.argv[1],
         {"maru_pool_size": "64M", "maru_runtime_dir": sys.argv[2], "maru_idle_exit": 2, "maru_lookup_timeout": 1},
+        json.loads(sys.argv[3]) if len(sys.argv) > 3 else {},
     )
     results: dict[str, Any] = {}
     for scenario in SCENARIOS:
