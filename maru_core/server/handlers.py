@@ -26,8 +26,8 @@ from maru_core.server import requests, stats
 from maru_core.server.directory import Directory
 from maru_core.server.sessions import AcquireUndo, ReserveUndo, Session, SessionRegistry
 
-#: Keys that are worked on before other requests get their turn: about one millisecond.
-SLICE = 1024
+#: Keys that are worked on before other requests get their turn: less than a millisecond.
+SLICE = 512
 #: The same for DELETE and RESET, which handle keys one by one.
 DELETE_SLICE = 256
 #: Requests of one session that may be in progress at a time; each may hold MAX_MESSAGE bytes.
@@ -185,6 +185,7 @@ class Handlers:
 
     def stats(self) -> dict[str, Any]:
         """The map that STATS answers."""
+        self.directory.settle()
         server = {
             "version": __version__,
             "protocol": PROTOCOL_VERSION,
@@ -194,6 +195,13 @@ class Handlers:
             "longest_turn_s": self.longest_turn,
         }
         return stats.collect(server, self.directory, self.sessions)
+
+    def settle(self) -> None:
+        """Finish the bookkeeping of what was just answered; call it when the replies are sent."""
+        try:
+            self.directory.settle()
+        except Exception as error:  # noqa: BLE001 - the loop outlives any request
+            self._failure(0, error)
 
     def sweep(self) -> list[Task]:
         """Look for dead and silent sessions; returns the work of freeing what they held. Call about once a second."""
@@ -410,7 +418,7 @@ class Handlers:
                 if not self._go_on(session, request):
                     yield from self._end_lease(session, lease)
                     raise Refusal(Code.CANCELLED, f"request {request} was cancelled")
-        if lease in session.leases:
+        if Presence.READY in statuses:
             session.remember(request, AcquireUndo(lease))
         else:
             lease = 0

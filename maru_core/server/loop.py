@@ -94,6 +94,7 @@ class ServerLoop:
                     tasks.append((peer, task))
                 elif task.reply is not None:
                     self._send(peer, task.reply)
+            handlers.settle()
             if heavy:
                 handlers.longest_turn = max(handlers.longest_turn, time.thread_time() - started)
             now = clock()

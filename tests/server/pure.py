@@ -50,6 +50,7 @@ class World:
     def check(self) -> None:
         """Every invariant of directory, allocator and headers."""
         directory = self.directory
+        directory.settle()
         sessions = [*self.sessions]
         for arena in directory.arenas:
             assert arena.used + arena.reserved + arena.free.free == arena.end - arena.base

@@ -96,6 +96,28 @@ def test_odd_parents_make_nothing_immortal():
     assert world.store(session, keys(10, 4)) == bytes(4)
 
 
+def test_a_leased_neighbour_is_not_evicted():
+    world = World.of(4)
+    writer, reader = world.session(), world.session()
+    for name in keys(0, 4):
+        world.store(writer, [name])
+    world.directory.acquire(reader, 1, keys(1, 1), False)
+    assert world.store(writer, keys(10, 1), 2 * GRANULE) == b"\0"
+    assert world.directory.probe(reader, keys(0, 4)) == b"\0\1\0\0"
+    world.check()
+
+
+def test_a_neighbour_with_children_is_not_evicted():
+    world = World.of(4)
+    session = world.session()
+    for name in keys(0, 3):
+        world.store(session, [name])
+    world.store(session, keys(3, 1), parents=(key(1),))
+    assert world.store(session, keys(10, 1), 2 * GRANULE) == b"\0"
+    assert world.directory.probe(session, keys(0, 4)) in (b"\0\1\0\0", b"\0\1\0\1")
+    world.check()
+
+
 def test_everything_leased_means_no_room_and_then_room_again():
     world = World.of(8)
     reader, writer = world.session(), world.session()

@@ -11,7 +11,7 @@ STEP = st.tuples(st.sampled_from(["add", "touch", "remove", "pop", "return", "pa
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(STEP, max_size=60))
+@given(st.lists(STEP, min_size=10, max_size=60))
 def test_victims_come_coldest_first(steps):
     policy = LeastRecentlyUsed()
     order: list[int] = []
@@ -45,3 +45,13 @@ def test_victims_come_coldest_first(steps):
                 parked.remove(entry)
                 order.insert(0, entry)
     assert policy.pop(100) == order
+
+
+def test_an_object_that_was_used_since_it_was_queued_is_not_cold():
+    policy = LeastRecentlyUsed()
+    policy.add([0, 1, 2, 3])
+    assert policy.pop(1) == [0]
+    policy.touch([1])
+    policy.remove([2])
+    policy.add([2])
+    assert policy.pop(9) == [3, 1, 2]
