@@ -150,6 +150,25 @@ def test_monkeypatch_is_no_leak_and_libraries_may_be_excused(runner: Runner) -> 
     assert "2 passed" in run.stdout, run.stdout + run.stderr
 
 
+def test_a_logging_setup_does_not_outlive_its_test(runner: Runner) -> None:
+    test = """
+        import io, structlog
+        from maru_core import logs
+        def test_first():
+            stream = io.StringIO()
+            logs.setup(stream=stream)
+            structlog.get_logger().info("told")
+            assert "told" in stream.getvalue()
+            stream.close()
+        def test_second(capsys):
+            assert not structlog.is_configured()
+            structlog.get_logger().info("told again")
+            assert "told again" in capsys.readouterr().out
+    """
+    run = runner.run(test)
+    assert "2 passed" in run.stdout, run.stdout + run.stderr
+
+
 def test_fixtures(runner: Runner) -> None:
     test = """
         import pytest
