@@ -53,6 +53,7 @@ def test_a_killed_server_is_started_again_and_the_same_handler_works(folder: Fol
         os.kill(folder.pid(), signal.SIGKILL)
         store_until_it_works(handler, f"b{round_}", b"new", within=4)
         assert handler.epoch != epoch
+        assert len(handler._link.guard._open) == 1, "the lock file of the lost session was let go"
         again = handler.retrieve(f"b{round_}")
         assert again is not None
         assert bytes(again.view) == b"new"
@@ -66,7 +67,9 @@ def test_a_killed_server_is_started_again_and_the_same_handler_works(folder: Fol
 
 
 def test_calls_in_flight_when_the_server_dies_end_early(folder: Folder) -> None:
-    handler = folder.connect(request_timeout=30)
+    folder.connect().close()
+    # Without `auto`, nobody starts another server that could answer.
+    handler = folder.connect(request_timeout=30, server_url=f"ipc://{folder.path}/server.sock")
     os.kill(folder.pid(), signal.SIGSTOP)
     took: list[float] = []
 
