@@ -66,6 +66,7 @@ class ServerLoop:
         """Serve."""
         handlers, tasks, receive, clock = self._handlers, self._tasks, self._socket.recv, self._clock
         more = self._socket.getsockopt
+        large = False
         busy_since = clock()
         next_sweep = busy_since + SWEEP_INTERVAL
         while not self._stopping:
@@ -87,8 +88,9 @@ class ServerLoop:
                         tasks.append((peer, outcome))
                     elif outcome is not None:
                         self._send(peer, outcome)
-                frame = None
-            if tasks:
+            # A large message is a turn of its own, but never two in a row while work waits.
+            large = frame is not None and len(frame) > _LARGE and not large
+            if tasks and not large:
                 peer, task = tasks.popleft()
                 if not task.advance():
                     tasks.append((peer, task))

@@ -194,6 +194,8 @@ def test_a_deleted_object_stays_until_its_reader_is_done():
     assert (header.state, header.generation) == (State.RETIRING, generations[0])
     assert world.store(writer, keys(1, 1)) == bytes([ReserveStatus.NO_ROOM])
     world.directory.release(reader, 1, 1)
+    world.check()
+    assert world.directory.arenas[0].headers.read(entries[0]).state == State.FREE
     assert world.store(writer, keys(1, 1)) == b"\0"
 
 
