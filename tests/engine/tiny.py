@@ -2,8 +2,8 @@
 
 Run by ``test_tiny_engine.py`` as ``python -m tests.engine.tiny MODEL RUNTIME_DIR [OPTIONS]``; prints one JSON object.
 OPTIONS is a JSON object of arguments for vLLM's ``LLM``, such as ``{"dtype": "bfloat16"}`` on a GPU. In-process
-(``uni`` executor, no engine-core process), so that a scenario can change the step size, look into pages, and abort between the
-dispatch of a step and its result.
+(``uni`` executor, no engine-core process), so that a scenario can change the step size, look into pages, and abort
+between the dispatch of a step and its result.
 """
 
 from __future__ import annotations
