@@ -4,7 +4,7 @@ SmolLM2-135M on the CPU engine, 3,080 tokens, every prompt new. Two engines are 
 else the machine does hits both alike; the order within a pair alternates. Exits with 1 when the median with the
 connector is over 3 % above the one without.
 
-Run in the environment of scripts/test.sh or scripts/quickstart.sh: ``python benchmarks/cold_overhead.py [--json FILE]``.
+Run in ``.venv``, which scripts/setup-env.sh makes: ``python benchmarks/cold_overhead.py [--json FILE]``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ SmolLM2-135M on the CPU engine, 3,080 tokens = 12 chunks of 256 and 8 that every
 time. Where a connector is measured, the engine's own prefix cache is emptied before each request. Exits with 1 when a
 hit from Maru takes over 1.35 times a hit in vLLM's own cache, or longer than one from ExampleConnector on tmpfs.
 
-Run in the environment of scripts/test.sh or scripts/quickstart.sh: ``python benchmarks/hit_ttft.py [--json FILE]``.
+Run in ``.venv``, which scripts/setup-env.sh makes: ``python benchmarks/hit_ttft.py [--json FILE]``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,10 +112,8 @@ def offline_engine(
     finally:
         # The end of its input is the end of the process, in good order; a pool of its server goes when it is idle.
         assert process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):
             process.stdin.close()
-        except BrokenPipeError:
-            pass
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:

