@@ -173,9 +173,13 @@ def _allocate(folder_fd: int, name: str, descriptor: PoolDescriptor) -> CpuPool:
         # Last, so that whoever finds a valid superblock finds a whole pool.
         packed = pack_superblock(block)
         region.buffer[: len(packed)] = packed
+        if os.fstat(fd).st_nlink == 0:
+            # Somebody who found the new file before it was locked took it for an orphan (see _turn).
+            raise BackendError(f"pool {descriptor.location} was removed while it was made: start again")
         return CpuPool(region, fd)
     except BaseException:
-        os.unlink(name, dir_fd=folder_fd)
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder_fd)
         os.close(fd)
         raise
 

@@ -35,6 +35,13 @@ class Region(Protocol):
     def acquire(self, offset: int, length: int) -> None:
         """Forget stale copies of these bytes before they are read. Called after ACQUIRE was answered."""
 
+    def populate(self, offset: int, length: int) -> None:
+        """Prepare these bytes so that their first read or write by this process is as fast as later ones.
+
+        Only speed depends on it: it never raises, and does nothing where it cannot. Blocks for up to about a
+        millisecond per MiB, in slices that let other threads run; call it off the hot path.
+        """
+
     def close(self) -> None:
         """Unmap. Idempotent; memory that a live ``memoryview`` still shows stays mapped until that is released."""
 

@@ -42,6 +42,9 @@ class FakeRegion:
         """Note the range."""
         self.acquired.append((offset, length))
 
+    def populate(self, offset: int, length: int) -> None:
+        """Nothing: it is all there."""
+
     def close(self) -> None:
         """Let go of the memory."""
         self._buffer = None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+import structlog
 
 from maru_core import discovery
 from maru_core.config import ENVIRON_PREFIX
@@ -61,13 +62,21 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def maru_isolation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Open what the test's marker opens, and fail the test when it leaves the environment changed."""
+    """Open what the test's marker opens, and fail the test when it leaves the environment changed.
+
+    A logging set-up that the test made (by running a program's ``main``) is undone.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if request.node.get_closest_marker("installed_plugins"):
             patch.delenv("MARU_PLUGINS", raising=False)
             patch.setattr(discovery, "search_path", discovery.system_path)
         before = dict(os.environ)
+        configured, logging = structlog.is_configured(), structlog.get_config()
         yield
+        if structlog.get_config() != logging:
+            structlog.reset_defaults()
+            if configured:
+                structlog.configure(**logging)
         changed = _changes(before, os.environ, (*_FOREIGN, *request.config.getini("maru_environment_ignore")))
         if changed:
             for name in changed:

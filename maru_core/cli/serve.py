@@ -31,6 +31,7 @@ EXIT_FAILED = 1
 @click.option("--lease-share", metavar="FRACTION", help="Most of a pool that one session may lease. [default: 0.5]")
 @click.option("--log-level", default="info", show_default=True, type=click.Choice(logs.LEVELS))
 @click.option("--log-json", is_flag=True, help="Log one JSON object per line.")
+@click.option("--report-fd", type=int, hidden=True, help="Descriptor that gets the exit code when the start fails.")
 def serve(
     runtime_dir: str | None,
     url: str | None,
@@ -42,6 +43,7 @@ def serve(
     lease_share: str | None,
     log_level: str,
     log_json: bool,
+    report_fd: int | None,
 ) -> None:
     """Own the pools and serve their directory until SIGTERM, SIGINT, or idle."""
     logs.setup(log_level, json=log_json)
@@ -77,7 +79,8 @@ def serve(
             ),
             host.backend(config.storage_backend),
         )
-    except AlreadyRunning as error:
-        fail(error, EXIT_TAKEN)
     except MaruError as error:
-        fail(error, EXIT_FAILED)
+        code = EXIT_TAKEN if isinstance(error, AlreadyRunning) else EXIT_FAILED
+        if report_fd is not None:
+            os.write(report_fd, bytes([code]))
+        fail(error, code)

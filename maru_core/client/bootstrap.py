@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +29,8 @@ START_TIMEOUT = 10.0
 _POLL = 0.02
 _RETRY = 0.2
 _LOG_TAIL = 400
+#: Runs its arguments as a grandchild and exits, so that the grandchild is no descendant of whoever started this.
+_DETACH = "import os, sys\nif os.fork():\n    os._exit(0)\nos.execv(sys.argv[1], sys.argv[1:])"
 
 
 class ServerStarter:
@@ -56,35 +57,42 @@ class ServerStarter:
 
     def _start(self, deadline: float, closing: Callable[[], bool]) -> None:
         log_path = self._folder.server_log
-        process = self._spawn(log_path)
-        while time.monotonic() < deadline and not closing():
-            if is_listening(self._folder.server_socket):
-                return
-            code = process.poll()
-            if code == EXIT_TAKEN:
-                # One that is on its way out, or on its way in. One that stays where nobody looks for it is a mistake.
-                url = (self._folder.read_info() or {}).get("url", self._folder.url)
-                if url != self._folder.url:
-                    raise ConfigError(
-                        f"the server of {self._folder.path} listens at {url}; set maru_server_url to that, not auto"
+        report = self._spawn(log_path)
+        try:
+            while time.monotonic() < deadline and not closing():
+                if is_listening(self._folder.server_socket):
+                    return
+                code = _exit_code(report)
+                if code == EXIT_TAKEN:
+                    # One that is on its way out, or on its way in. One that stays where nobody looks is a mistake.
+                    url = (self._folder.read_info() or {}).get("url", self._folder.url)
+                    if url != self._folder.url:
+                        raise ConfigError(
+                            f"the server of {self._folder.path} listens at {url}; set maru_server_url to that, not auto"
+                        )
+                    time.sleep(_RETRY)
+                    os.close(report)
+                    report = self._spawn(log_path)
+                elif code is not None:
+                    raise BackendError(
+                        f"the Maru server that maru_server_url=auto started has ended: {_tail(log_path)}; "
+                        f"see {log_path}"
                     )
-                time.sleep(_RETRY)
-                process = self._spawn(log_path)
-            elif code is not None:
-                raise BackendError(
-                    f"the Maru server that maru_server_url=auto started ended with code {code}: "
-                    f"{_tail(log_path)}; see {log_path}"
-                )
-            time.sleep(_POLL)
+                time.sleep(_POLL)
+        finally:
+            os.close(report)
         if not closing():
             raise Unavailable(
                 f"no Maru server listens in {self._folder.path} after {START_TIMEOUT:g} s; see {log_path}"
             )
 
-    def _spawn(self, log_path: Path) -> subprocess.Popen[bytes]:
-        """Start the server as a process of its own: it outlives this engine."""
+    def _spawn(self, log_path: Path) -> int:
+        """Start the server as a process of its own: it outlives this engine.
+
+        Returns a descriptor from which :func:`_exit_code` reads. Engines end every descendant when they stop (vLLM
+        looks them up), so the server must be nobody's: a process in between forks and exits at once.
+        """
         config = self._config
-        command = [sys.executable, "-m", "maru_core.cli", "serve"]
         options = {
             "--runtime-dir": self._folder.path,
             "--url": "auto",
@@ -96,29 +104,46 @@ class ServerStarter:
         }
         if config.pool_path is not None:
             options["--pool-path"] = config.pool_path
-        for option, value in options.items():
-            command += [option, str(value)]
         # The child runs in /, so what made this package importable here must not be a relative path there.
         source = str(Path(maru_core.__file__).resolve().parent.parent)
         paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, source])}
-        descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        report, result = os.pipe()
+        command = [sys.executable, "-c", _DETACH, sys.executable, "-m", "maru_core.cli", "serve"]
+        command += ["--report-fd", str(result)]
+        for option, value in options.items():
+            command += [option, str(value)]
         try:
-            process = subprocess.Popen(
+            subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=descriptor,
-                stderr=descriptor,
+                stdout=log,
+                stderr=log,
                 cwd="/",
                 env=environ,
                 start_new_session=True,
+                pass_fds=(result,),
+                check=True,
             )
+        except (OSError, subprocess.CalledProcessError) as error:
+            os.close(report)
+            raise BackendError(f"a Maru server cannot be started: {error}; see {log_path}") from error
         finally:
-            os.close(descriptor)
-        structlog.get_logger(__name__).info("maru server started", pid=process.pid, log=str(log_path))
-        # Collects the exit status, so that the server leaves no zombie behind in a long-lived engine.
-        threading.Thread(target=process.wait, name="maru-server-reaper", daemon=True).start()
-        return process
+            os.close(log)
+            os.close(result)
+        os.set_blocking(report, False)
+        structlog.get_logger(__name__).info("maru server started", log=str(log_path))
+        return report
+
+
+def _exit_code(report: int) -> int | None:
+    """``None`` while the server lives, its exit code when it failed to start, -1 when it just ended."""
+    try:
+        told = os.read(report, 1)
+    except BlockingIOError:
+        return None
+    return told[0] if told else -1
 
 
 def is_listening(path: Path) -> bool:

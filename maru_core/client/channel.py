@@ -28,7 +28,10 @@ class Channel:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], url: str) -> None:
         self.lock = threading.Lock()
         self._url = url
-        self._socket = context.socket(zmq.DEALER)
+        try:
+            self._socket = context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise Unavailable(f"no socket for another thread to reach {url}: {error}") from error
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)

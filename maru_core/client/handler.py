@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,8 @@ from maru_core.client.keycalls import KeyCalls, single_number
 from maru_core.client.link import Link
 from maru_core.client.objects import REFUSALS, Allocation, Retrieved, SharedLease
 from maru_core.client.regions import Regions
-from maru_core.client.session import Session, open_session
+from maru_core.client.session import Requester, Session, open_session
+from maru_core.client.upkeep import Upkeep
 from maru_core.client.values import StoreResult
 from maru_core.config import MaruConfig, PluginSettings
 from maru_core.errors import BackendError, MaruError, ProtocolError
@@ -39,16 +41,17 @@ class MaruHandler(KeyCalls):
     ``asyncio.to_thread``. A lost server is found again, or with ``auto`` started again, by itself.
     """
 
-    def __init__(self, link: Link, namespace: Namespace, host: PluginHost) -> None:
+    def __init__(self, link: Link, upkeep: Upkeep, namespace: Namespace, host: PluginHost) -> None:
         """Use :meth:`connect`."""
         super().__init__(link)
+        self._upkeep = upkeep
         self._namespace = namespace
         self._host = host
         self._open: weakref.WeakSet[Allocation] = weakref.WeakSet()
         self._closed = False
         self._goodbye = True
         # Also at exit: it tells the server goodbye, and lets the process end while no server is there.
-        self._finalizer = weakref.finalize(self, link.close)
+        self._finalizer = weakref.finalize(self, upkeep.stop)
 
     @classmethod
     def connect(
@@ -79,13 +82,14 @@ class MaruHandler(KeyCalls):
             )
         else:
             url, ensure = config.server_url, _expect_server
-        link = Link(url, opener, ensure, _death_of(url), request_timeout=config.request_timeout)
-        handler = cls(link, namespace, host)
-        link.start()
-        link.settled.wait(config.connect_timeout)
-        if link.fatal is not None:
+        link = Link(url, request_timeout=config.request_timeout)
+        upkeep = Upkeep(link, opener, ensure, _death_of(url))
+        handler = cls(link, upkeep, namespace, host)
+        try:
+            upkeep.start(config.connect_timeout)
+        except BaseException:
             handler.close()
-            raise link.fatal
+            raise
         return handler
 
     @property
@@ -173,8 +177,14 @@ class MaruHandler(KeyCalls):
         return self.batch_delete([key])[0]
 
     def stats(self) -> dict[str, Any]:
-        """What the server counts, and under ``client`` what plugins of this process report."""
-        return {**self.server_stats(), "client": dict(self._host.hint_stats())}
+        """What the server counts, and under ``client`` this handler's connection and what plugins report."""
+        client = {
+            "url": self._link.url,
+            "epoch": self.epoch,
+            "weights_epoch": self.weights_epoch,
+            "plugins": dict(self._host.hint_stats()),
+        }
+        return {**self.server_stats(), "client": client}
 
     def close(self) -> None:
         """End the session. Allocations that are still open are given back. Idempotent, at most about a second.
@@ -192,7 +202,7 @@ class MaruHandler(KeyCalls):
             except MaruError as error:
                 structlog.get_logger(__name__).warning("session kept until the process ends", reason=str(error))
                 self._goodbye = False
-        self._link.close(goodbye=self._goodbye)
+        self._upkeep.stop(may_end=self._goodbye)
 
     def __enter__(self) -> MaruHandler:
         return self
@@ -218,10 +228,10 @@ class _Opener:
         self._log = structlog.get_logger(__name__)
         self._told = False
 
-    def __call__(self, link: Link) -> Session:
+    def __call__(self, link: Link, request: Requester) -> Session:
         """A new session, ready to use; raises MaruError."""
         session = open_session(
-            link.request,
+            request,
             link.guard,
             self._regions,
             role=self._role,
@@ -229,7 +239,7 @@ class _Opener:
             descriptor=self._namespace.descriptor,
         )
         try:
-            self._catch_up(link, session)
+            self._catch_up(link, request, session)
             self._tell_sizes(session)
             if self._config.eager_map and self._role != "scheduler":
                 self._map(session)
@@ -243,7 +253,7 @@ class _Opener:
     def _regions(self, pools: tuple[PoolDescriptor, ...]) -> Regions:
         return Regions(pools, self._host, self._namespace.digest)
 
-    def _catch_up(self, link: Link, session: Session) -> None:
+    def _catch_up(self, link: Link, request: Requester, session: Session) -> None:
         """Keep the weights epoch over a restart of the server, which starts again at 0.
 
         Without this, engines that have seen new weights would share with others that have not.
@@ -252,7 +262,7 @@ class _Opener:
         if link.weights_epoch is None:
             link.weights_epoch = current
         while current < link.weights_epoch:
-            _, results = link.request(Op.RESET, session.epoch, session.id, [current])
+            _, results = request(Op.RESET, session.epoch, session.id, [current])
             reached = single_number(results)
             if reached <= current:
                 raise ProtocolError(f"the server answered RESET of weights epoch {current} with {reached}")
@@ -278,6 +288,9 @@ class _Opener:
             session.regions.map_all()
         except BackendError as error:
             self._log.warning("pool not mapped; the first use tries again", reason=str(error))
+        else:
+            # Not on the link's own thread, which must go on pinging.
+            threading.Thread(target=session.regions.populate, name="maru-populate", daemon=True).start()
 
 
 def _death_of(url: str) -> Callable[[], bool]:

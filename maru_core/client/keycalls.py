@@ -80,21 +80,23 @@ class KeyCalls:
         self,
         keys: Sequence[bytes],
         length: int | Sequence[int],
-        parents: Sequence[bytes] | None = None,
+        parents: Sequence[bytes] | bytes | None = None,
         *,
         weights_epoch: int | None = None,
         timeout: float | None = None,
     ) -> Grants:
         """Ask for room for objects of ``length`` bytes each; write where the status is NEW, then ``commit``.
 
-        ``parents[i]`` is the key that precedes ``keys[i]`` in its prefix (32 zero bytes: none).
+        ``parents[i]`` is the key that precedes ``keys[i]`` in its prefix (32 zero bytes: none). One key as ``bytes``
+        says that ``keys`` are a chain, each the parent of the next, and precedes the first.
         """
         session = self._link.up()
         keys = tuple(keys)
         count = len(keys)
         uniform = isinstance(length, int)
         lengths: tuple[int, ...] = (length,) * count if isinstance(length, int) else tuple(length)
-        if len(lengths) != count or (parents is not None and len(parents) != count):
+        chain = parents if isinstance(parents, bytes) else None
+        if len(lengths) != count or (parents is not None and chain is None and len(parents) != count):
             raise ProtocolError(
                 f"{count} keys with {len(lengths)} lengths and {'no' if parents is None else len(parents)} parents; "
                 f"give one of each per key"
@@ -105,10 +107,16 @@ class KeyCalls:
         try:
             for part, wait in self._parts(count, session, timeout):
                 chosen = lengths[part.start : part.stop]
+                if parents is None:
+                    preceding = b""
+                elif chain is None:
+                    preceding = join_keys(parents[part.start : part.stop])  # type: ignore[arg-type]
+                else:
+                    preceding = join_keys((keys[part.start - 1] if part.start else chain,))
                 arguments: list[Any] = [
                     epoch,
                     join_keys(keys[part.start : part.stop]),
-                    b"" if parents is None else join_keys(parents[part.start : part.stop]),
+                    preceding,
                     length if uniform else pack_u64(chosen),
                 ]
                 parse = partial(reserved, lengths=chosen, uniform=same_length, pools=session.pools)

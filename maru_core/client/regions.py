@@ -17,6 +17,9 @@ from maru_core.protocol.messages import PoolDescriptor
 #: state, generation, length, (session, checksum), namespace digest: what proves that an object is still there.
 _PROOF = struct.Struct(f"<B3xIQ16x{DIGEST_SIZE}s")
 
+#: Bytes that are populated between two looks whether the region was closed.
+_POPULATE_STEP = 16 * 1024 * 1024
+
 
 class Backends(Protocol):
     """The part of the plugin host that mapping needs."""
@@ -46,6 +49,14 @@ class Regions:
         """Map every pool; raises BackendError."""
         for pool in self._pools:
             self.of(pool)
+
+    def populate(self) -> None:
+        """Take the page faults of every mapped pool now, which takes seconds for a large one; ends early on close."""
+        for region in list(self._mapped.values()):
+            for offset in range(0, region.descriptor.size, _POPULATE_STEP):
+                if self._closed:
+                    return
+                region.populate(offset, _POPULATE_STEP)
 
     def of(self, pool: PoolDescriptor) -> Region:
         """The region of a pool, mapped on first use; raises BackendError, StaleEpoch."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from maru_core.pool_format import NO_KEY, State
 from maru_core.protocol.messages import NO_ENTRY, CommitStatus, Presence, ReserveStatus
 from maru_core.server.arena import Arena
+from maru_core.server.index import KeyIndex
 from maru_core.server.namespaces import Namespaces, NamespaceState
 from maru_core.server.sessions import Session
 
@@ -29,6 +30,8 @@ _ABSENT = int(Presence.ABSENT)
 #: Presence by state of an object that is in an index.
 _PRESENCE = {_RESERVED: int(Presence.WRITING), _READY: int(Presence.READY)}
 
+#: Neighbouring objects of one size: pool, granules per object, first entry, number of objects.
+Run = tuple[Arena, int, int, int]
 Reserved = tuple[bytearray, "array[int]", "array[int]"]
 Acquired = tuple[bytearray, "array[int]", "array[int]", "array[int]"]
 
@@ -42,6 +45,7 @@ class Directory:
         self.counters = dict.fromkeys(
             ("hits", "misses", "stored", "evicted", "skipped_no_room", "aborted", "deleted", "resets"), 0
         )
+        self._later: list[Callable[[], None]] = []
         self._bases = [arena.base for arena in self.arenas]
         self._lease_limits = [int((arena.end - arena.base) * lease_share) for arena in self.arenas]
         self._longest = max((arena.end - arena.base) * arena.granule for arena in self.arenas)
@@ -60,6 +64,16 @@ class Directory:
         self.parent_generation = array("I", bytes(4 * total))
         self.key: list[bytes] = [NO_KEY] * total
 
+    def settle(self) -> None:
+        """Do what the last call left for later: bookkeeping that no reply has to wait for.
+
+        Every call does this first, so a caller only gains by calling it after it has sent the reply.
+        """
+        if self._later:
+            later, self._later = self._later, []
+            for act in later:
+                act()
+
     # -- RESERVE ---------------------------------------------------------------------------------------------------
 
     def reserve(
@@ -72,9 +86,10 @@ class Directory:
 
         Returns columns of :class:`ReserveStatus`, first entry (NO_ENTRY without one) and generation (0 likewise).
         """
+        self.settle()
         index = session.namespace.index
         count = len(keys)
-        found = list(map(index.get, keys))
+        found = index.find(keys)
         if type(length) is int and found.count(None) == count and len(set(keys)) == count:
             return self._reserve_new(session, keys, parents, length)
         if len(parents) == 1:
@@ -108,6 +123,7 @@ class Directory:
             part_keys = [keys[at] for at in places]
             part_parents = [parents[at] for at in places] if parents else ()
             got = self._reserve_new(session, part_keys, part_parents, size)
+            self.settle()
             for at, status, entry, generation in zip(places, *got, strict=True):
                 statuses[at], entries[at], generations[at] = status, entry, generation
         return statuses, entries, generations
@@ -125,7 +141,7 @@ class Directory:
             chain, parents = True, parents[:1]
         # A parent must not be evicted to make room for its own child, so it counts the child before there is room. In
         # a chain only the first parent can be an object that exists.
-        elders = list(map(index.get, parents))
+        elders = [index.get(parents[0])] if chain else index.find(parents)
         held = [entry for entry in elders if entry is not None]
         for entry in held:
             self.children[entry] += 1
@@ -135,7 +151,8 @@ class Directory:
             header_parents = parents or (NO_KEY,) * count
         entries, generations = array("I"), array("I")
         done = 0
-        for arena, pages, start, pieces in self._allocate(length, count):
+        runs = self._allocate(length, count)
+        for arena, pages, start, pieces in runs:
             part = keys[done : done + pieces]
             taken = pieces * pages
             first = slice(start, start + taken, pages)
@@ -144,15 +161,7 @@ class Directory:
                 fresh = array("I", [before[0] % _MAX_GENERATION + 1]) * pieces
             else:
                 fresh = array("I", [generation % _MAX_GENERATION + 1 for generation in before])
-            firsts = array("I", range(start, start + taken, pages))
             self.generation[first] = fresh
-            self.pages[first] = array("I", [pages]) * pieces
-            self.tail[start + pages - 1 : start + taken : pages] = firsts
-            self.length[first] = array("Q", [length]) * pieces
-            self.home[first] = array("I", [namespace.number]) * pieces
-            self.children[first] = array("I", bytes(4 * pieces))
-            self.parent[first] = array("I", [NO_ENTRY]) * pieces
-            self.key[first] = part
             arena.headers.write_reserved(
                 start,
                 pages,
@@ -164,21 +173,25 @@ class Directory:
                 namespace.digest,
                 namespace.weights_epoch,
             )
-            self.state[first] = bytes([_RESERVED]) * pieces
             arena.reserved += taken
             session.reserved_pages[arena.number] += taken
-            entries += firsts
+            entries.extend(range(start, start + taken, pages))
             generations += fresh
             done += pieces
-        index.update(zip(keys, entries, strict=False))
-        session.reserved.update(entries)
-        if parents:
+        granted, fresh_generations = entries[:], generations[:]
+
+        def enter() -> None:
+            self._fill(runs, keys, length, namespace.number)
+            index.put(keys, granted)
+            session.reserved.update(granted)
             if chain:
-                self._link_chain(elders[0], entries, generations)
-            else:
-                self._link(keys, parents, elders, entries)
+                self._link_chain(elders[0], granted, fresh_generations)
+            elif parents:
+                self._link(keys, parents, elders, granted)
             for entry in held:
                 self._drop_child(entry)
+
+        self._later.append(enter)
         if done == count:
             return bytearray(count), entries, generations
         missing = count - done
@@ -186,6 +199,22 @@ class Directory:
         entries.extend([NO_ENTRY] * missing)
         generations.extend([0] * missing)
         return bytearray(done) + bytearray([ReserveStatus.NO_ROOM]) * missing, entries, generations
+
+    def _fill(self, runs: list[Run], keys: Sequence[bytes], length: int, home: int) -> None:
+        """The columns of objects that were reserved just now."""
+        done = 0
+        for _, pages, start, pieces in runs:
+            end = start + pieces * pages
+            first = slice(start, end, pages)
+            self.state[first] = bytes([_RESERVED]) * pieces
+            self.pages[first] = array("I", [pages]) * pieces
+            self.tail[start + pages - 1 : end : pages] = array("I", range(start, end, pages))
+            self.length[first] = array("Q", [length]) * pieces
+            self.home[first] = array("I", [home]) * pieces
+            self.children[first] = array("I", bytes(4 * pieces))
+            self.parent[first] = array("I", [NO_ENTRY]) * pieces
+            self.key[first] = keys[done : done + pieces]
+            done += pieces
 
     def _link_chain(self, elder: int | None, entries: array[int], generations: array[int]) -> None:
         """Each of ``entries`` is the parent of the next, ``elder`` that of the first."""
@@ -232,9 +261,9 @@ class Directory:
 
     # -- room ------------------------------------------------------------------------------------------------------
 
-    def _allocate(self, length: int, count: int) -> list[tuple[Arena, int, int, int]]:
-        """Runs of ``(arena, pages per object, start, objects)``; less than ``count`` in all when there is no room."""
-        runs: list[tuple[Arena, int, int, int]] = []
+    def _allocate(self, length: int, count: int) -> list[Run]:
+        """Room for ``count`` objects, or for fewer when nothing more can be evicted."""
+        runs: list[Run] = []
         for arena in self.arenas:
             pages = arena.pages_for(length)
             for start, pieces in arena.free.take(pages, count):
@@ -252,7 +281,7 @@ class Directory:
             self._mark_free(arena, evicted, [run for run in runs if run[0] is arena])
         return runs
 
-    def _mark_free(self, arena: Arena, evicted: list[int], runs: list[tuple[Arena, int, int, int]]) -> None:
+    def _mark_free(self, arena: Arena, evicted: list[int], runs: list[Run]) -> None:
         """Rewrite headers of evicted objects, except where a new header is about to replace them."""
         if not evicted:
             return
@@ -305,9 +334,7 @@ class Directory:
                 namespace = by_number[number]
                 index = namespace.index
             key = keys[entry]
-            if index.get(key) == entry:
-                del index[key]
-            else:
+            if not index.remove(key, entry):
                 namespace.forget(key, entry)  # type: ignore[union-attr]
             namespace.objects -= 1  # type: ignore[union-attr]
             namespace.stored_bytes -= length[entry]  # type: ignore[union-attr]
@@ -379,6 +406,7 @@ class Directory:
 
         What a reset came between is freed instead.
         """
+        self.settle()
         generation, reserved = self.generation, session.reserved
         statuses = bytearray(len(entries))
         if (
@@ -410,25 +438,32 @@ class Directory:
     def _publish(self, session: Session, entries: list[int]) -> None:
         if not entries:
             return
-        state, pages, length = self.state, self.pages, self.length
+        state = self.state
         for arena, part in self._by_arena(entries):
             arena.headers.change_state(part, State.RESERVED, State.READY)
-            taken = sum([pages[entry] for entry in part])
-            arena.reserved -= taken
-            session.reserved_pages[arena.number] -= taken
-            arena.used += taken
-            arena.objects += len(part)
-            arena.policy.add(part[::-1])
         for entry in entries:
             state[entry] = _READY
-        session.reserved.difference_update(entries)
-        namespace = session.namespace
-        namespace.objects += len(entries)
-        namespace.stored_bytes += sum([length[entry] for entry in entries])
-        self.counters["stored"] += len(entries)
+
+        def account() -> None:
+            pages, length = self.pages, self.length
+            for arena, part in self._by_arena(entries):
+                taken = sum([pages[entry] for entry in part])
+                arena.reserved -= taken
+                session.reserved_pages[arena.number] -= taken
+                arena.used += taken
+                arena.objects += len(part)
+                arena.policy.add(part[::-1])
+            session.reserved.difference_update(entries)
+            namespace = session.namespace
+            namespace.objects += len(entries)
+            namespace.stored_bytes += sum([length[entry] for entry in entries])
+            self.counters["stored"] += len(entries)
+
+        self._later.append(account)
 
     def abort(self, session: Session, entries: list[int], generations: list[int]) -> bytearray:
         """Give reserved pages back; returns a column of :class:`CommitStatus`. Idempotent."""
+        self.settle()
         statuses = bytearray(len(entries))
         mine: dict[int, None] = {}
         for at, (entry, wanted) in enumerate(zip(entries, generations, strict=True)):
@@ -464,8 +499,9 @@ class Directory:
 
     def probe(self, session: Session, keys: Sequence[bytes]) -> bytes:
         """A column of :class:`Presence`. Says nothing about what holds a moment later."""
+        self.settle()
         state = self.state
-        found = map(session.namespace.index.get, keys)
+        found = session.namespace.index.find(keys)
         return bytes([_ABSENT if entry is None else _PRESENCE[state[entry]] for entry in found])
 
     def acquire(self, session: Session, lease: int, keys: Sequence[bytes], leading: bool) -> Acquired:
@@ -474,9 +510,10 @@ class Directory:
         Returns columns of :class:`Presence`, first entry, generation and length in bytes. With ``leading`` only the
         READY keys at the head are leased and all keys after the first other one are answered ABSENT.
         """
+        self.settle()
         count = len(keys)
         state, held = self.state, session.held
-        found = list(map(session.namespace.index.get, keys))
+        found = session.namespace.index.find(keys)
         if None not in found and bytes(map(state.__getitem__, found)) == _ALL_READY * count:  # type: ignore[arg-type]
             hits: list[int] = found  # type: ignore[assignment]
             statuses = bytearray(b"\1") * count
@@ -493,15 +530,19 @@ class Directory:
             hits = self._cut_to_share(session, found, statuses, leading)
             fresh = [entry for entry in dict.fromkeys(hits) if entry not in held]
             simple = False
-        if simple:
-            held.update(unique)
-        else:
-            for entry in hits:
-                held[entry] = held.get(entry, 0) + 1
-        if fresh:
-            self._start_reading(session, fresh)
-        if hits:
+
+        def hold() -> None:
+            if simple:
+                held.update(unique)
+            else:
+                for entry in hits:
+                    held[entry] = held.get(entry, 0) + 1
+            if fresh:
+                self._start_reading(session, fresh)
             session.leases.setdefault(lease, array("I")).extend(hits)
+
+        if hits:
+            self._later.append(hold)
         self.counters["hits"] += len(hits)
         self.counters["misses"] += count - len(hits)
         entries, generations, lengths = self._locate(hits)
@@ -561,6 +602,7 @@ class Directory:
 
     def release(self, session: Session, lease: int, limit: int) -> tuple[bool, bool]:
         """End at most ``limit`` keys of ``lease``; returns whether it was known and whether all of it has ended."""
+        self.settle()
         entries = session.leases.get(lease)
         if entries is None:
             return False, True
@@ -606,6 +648,7 @@ class Directory:
 
     def delete(self, session: Session, keys: Sequence[bytes]) -> bytes:
         """Drop READY objects; returns a column of :class:`Presence` from before. What is being written stays."""
+        self.settle()
         statuses = bytearray(len(keys))
         index, state = session.namespace.index, self.state
         for at, key in enumerate(keys):
@@ -618,14 +661,15 @@ class Directory:
                 self.counters["deleted"] += 1
         return bytes(statuses)
 
-    def reset(self, namespace: NamespaceState, weights_epoch: int) -> dict[bytes, int] | None:
+    def reset(self, namespace: NamespaceState, weights_epoch: int) -> KeyIndex | None:
         """Hide all objects of ``namespace`` and begin a new weights epoch, unless ``weights_epoch`` is past already.
 
         Reservations that exist cannot commit any more. Returns what :meth:`drain` has to free, ``None`` for nothing.
         """
+        self.settle()
         if weights_epoch != namespace.weights_epoch:
             return None
-        old, namespace.index = namespace.index, {}
+        old, namespace.index = namespace.index, KeyIndex()
         namespace.weights_epoch += 1
         self.counters["resets"] += 1
         for session in namespace.sessions.values():
@@ -634,23 +678,26 @@ class Directory:
             else:
                 session.doomed = session.reserved
             session.reserved = set()
-        if not old:
+        if not len(old):
             return None
         namespace.draining.append(old)
         return old
 
-    def drain(self, namespace: NamespaceState, old: dict[bytes, int], limit: int) -> bool:
+    def drain(self, namespace: NamespaceState, old: KeyIndex, limit: int) -> bool:
         """Free at most ``limit`` objects that a reset hid; whether that was all of them."""
-        for _ in range(min(limit, len(old))):
-            _, entry = old.popitem()
+        self.settle()
+        for _ in range(limit):
+            entry = old.take_any()
+            if entry is None:
+                namespace.draining = [index for index in namespace.draining if index is not old]
+                return True
             if self.state[entry] == _READY:
                 self._retire(entry)
-        if not old:
-            namespace.draining = [index for index in namespace.draining if index is not old]
-        return not old
+        return False
 
     def end_session(self, session: Session, limit: int) -> bool:
         """Free at most ``limit`` things that a closed session holds; whether that was all of them."""
+        self.settle()
         session.leases.clear()
         for mine in (session.reserved, session.doomed):
             if mine:

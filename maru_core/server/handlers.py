@@ -26,8 +26,10 @@ from maru_core.server import requests, stats
 from maru_core.server.directory import Directory
 from maru_core.server.sessions import AcquireUndo, ReserveUndo, Session, SessionRegistry
 
-#: Keys that are worked on before other requests get their turn: about one millisecond.
-SLICE = 1024
+#: Keys that are worked on before other requests get their turn: less than a millisecond.
+SLICE = 512
+#: The same for DELETE and RESET, which handle keys one by one.
+DELETE_SLICE = 256
 #: Requests of one session that may be in progress at a time; each may hold MAX_MESSAGE bytes.
 MAX_RUNNING = 32
 
@@ -91,7 +93,7 @@ class Handlers:
     epoch: int
     pid: int
     clock: Callable[[], float]
-    #: The most seconds that one turn of the loop took: one message and one slice.
+    #: The most processor time in seconds that one turn of the loop with heavy work took: one message and one slice.
     longest_turn: float = 0.0
     _leases: count[int] = field(init=False, factory=lambda: count(1))
     _pack: Callable[[Any], bytes] = field(init=False)
@@ -183,6 +185,7 @@ class Handlers:
 
     def stats(self) -> dict[str, Any]:
         """The map that STATS answers."""
+        self.directory.settle()
         server = {
             "version": __version__,
             "protocol": PROTOCOL_VERSION,
@@ -192,6 +195,13 @@ class Handlers:
             "longest_turn_s": self.longest_turn,
         }
         return stats.collect(server, self.directory, self.sessions)
+
+    def settle(self) -> None:
+        """Finish the bookkeeping of what was just answered; call it when the replies are sent."""
+        try:
+            self.directory.settle()
+        except Exception as error:  # noqa: BLE001 - the loop outlives any request
+            self._failure(0, error)
 
     def sweep(self) -> list[Task]:
         """Look for dead and silent sessions; returns the work of freeing what they held. Call about once a second."""
@@ -225,7 +235,7 @@ class Handlers:
     # -- sessions --------------------------------------------------------------------------------------------------
 
     def _hello(self, raw: list[Any]) -> list[Any]:
-        if raw and raw[0] != PROTOCOL_VERSION:
+        if raw and (type(raw[0]) is not int or raw[0] != PROTOCOL_VERSION):
             raise Refusal(
                 Code.VERSION,
                 f"this server speaks protocol {PROTOCOL_VERSION} (Maru {__version__}), the client {describe(raw[0])}; "
@@ -408,7 +418,7 @@ class Handlers:
                 if not self._go_on(session, request):
                     yield from self._end_lease(session, lease)
                     raise Refusal(Code.CANCELLED, f"request {request} was cancelled")
-        if lease in session.leases:
+        if Presence.READY in statuses:
             session.remember(request, AcquireUndo(lease))
         else:
             lease = 0
@@ -445,11 +455,11 @@ class Handlers:
         requests.number(weights_epoch, "weights epoch")
         total = requests.key_count(keys)
         statuses = bytearray()
-        for at in range(0, total, SLICE):
+        for at in range(0, total, DELETE_SLICE):
             if at:
                 yield
                 self._go_on(session, request)
-            part = requests.key_slice(keys, at, SLICE)
+            part = requests.key_slice(keys, at, DELETE_SLICE)
             current = weights_epoch == session.namespace.weights_epoch
             statuses += self.directory.delete(session, part) if current else bytes(len(part))
         return [statuses]
@@ -460,7 +470,7 @@ class Handlers:
         hidden = self.directory.reset(namespace, weights_epoch)
         # The answer is the epoch that began here, even if another reset follows while this one still frees.
         current = namespace.weights_epoch
-        while hidden is not None and not self.directory.drain(namespace, hidden, SLICE):
+        while hidden is not None and not self.directory.drain(namespace, hidden, DELETE_SLICE):
             yield
         return [current]
 

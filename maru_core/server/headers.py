@@ -6,8 +6,8 @@ The table is any writable memory, so tests pass a ``bytearray``. Little-endian h
 from __future__ import annotations
 
 import struct
-import zlib
 from array import array
+from binascii import crc32
 from collections.abc import Sequence
 
 from maru_core.pool_format import (
@@ -23,6 +23,7 @@ from maru_core.pool_format import (
 
 _WORDS = HEADER_SIZE // 4
 _CRC_GAP = bytes(4)
+_RESERVED = int(State.RESERVED)
 _BODY_AFTER_CRC = f"4x{HEADER_BODY.size}s"
 
 
@@ -35,8 +36,8 @@ class HeaderTable:
         self._base = base
         # CRC-32 is linear: for messages of one length crc(a ^ b) == crc(a) ^ crc(b) ^ crc(0). A change of the state
         # byte therefore changes the CRC by a constant, and nobody has to read the other 123 bytes again.
-        nothing = zlib.crc32(bytes(HEADER_BODY.size))
-        self._flip = [zlib.crc32(bytes([x]) + bytes(HEADER_BODY.size - 1)) ^ nothing for x in range(4)]
+        nothing = crc32(bytes(HEADER_BODY.size))
+        self._flip = [crc32(bytes([x]) + bytes(HEADER_BODY.size - 1)) ^ nothing for x in range(4)]
 
     def write_reserved(
         self,
@@ -52,19 +53,17 @@ class HeaderTable:
     ) -> None:
         """RESERVED headers of ``len(keys)`` objects at ``start``, ``start + stride``, … of ``length`` bytes each."""
         count = len(keys)
-        prefixes = {
-            generation: HEADER_PREFIX.pack(int(State.RESERVED), generation, length, session, 0, digest, weights_epoch)
-            for generation in set(generations)
-        }
+        uniform = generations.count(generations[0]) == count
+        prefixes = [
+            HEADER_PREFIX.pack(_RESERVED, generation, length, session, 0, digest, weights_epoch)
+            for generation in (generations[:1] if uniform else generations)
+        ]
         pieces: list[bytes] = [_CRC_GAP] * (4 * count)
-        if len(prefixes) == 1:
-            pieces[1::4] = [*prefixes.values()] * count
-        else:
-            pieces[1::4] = [prefixes[generation] for generation in generations]
+        pieces[1::4] = prefixes * count if uniform else prefixes
         pieces[2::4] = keys
         pieces[3::4] = parents
         headers = b"".join(pieces)
-        crcs = array("I", map(zlib.crc32, struct.unpack(_BODY_AFTER_CRC * count, headers)))
+        crcs = array("I", map(crc32, struct.unpack(_BODY_AFTER_CRC * count, headers)))
         first = start - self._base
         # The CRCs come last: a reader in between sees a torn header, never a wrong one.
         if stride == 1:
@@ -104,7 +103,7 @@ class HeaderTable:
         body = bytearray(self._bytes[at + HEADER_VIEW_OFFSET : at + HEADER_SIZE])
         where = HEADER_CHECKSUM_OFFSET - HEADER_VIEW_OFFSET
         body[where : where + 8] = checksum.to_bytes(8, "little")
-        self._bytes[at : at + HEADER_SIZE] = zlib.crc32(body).to_bytes(4, "little") + body
+        self._bytes[at : at + HEADER_SIZE] = crc32(body).to_bytes(4, "little") + body
 
     def read(self, entry: int) -> Header | None:
         """The header of ``entry``; ``None`` when its CRC does not hold."""

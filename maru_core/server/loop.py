@@ -19,6 +19,8 @@ from maru_core.server.handlers import Handlers, Task
 SWEEP_INTERVAL = 0.5
 #: Longest wait for a message before the loop looks at the clock and at signals, in milliseconds.
 _WAIT_MS = 100
+#: A message from this size on, in bytes, may take so long that its turn is timed.
+_LARGE = 64 * 1024
 #: Messages that wait per peer in each direction. A peer that does not read loses further replies.
 _RECEIVE_LIMIT = 32
 _SEND_LIMIT = 256
@@ -64,6 +66,7 @@ class ServerLoop:
         """Serve."""
         handlers, tasks, receive, clock = self._handlers, self._tasks, self._socket.recv, self._clock
         more = self._socket.getsockopt
+        large = False
         busy_since = clock()
         next_sweep = busy_since + SWEEP_INTERVAL
         while not self._stopping:
@@ -73,7 +76,8 @@ class ServerLoop:
                 frame = receive()
             except zmq.Again:
                 pass
-            started = clock()
+            heavy = bool(tasks) or (frame is not None and len(frame) > _LARGE)
+            started = time.thread_time() if heavy else 0.0
             if frame is not None:
                 if more(zmq.RCVMORE):
                     self._socket.recv_multipart()
@@ -84,16 +88,18 @@ class ServerLoop:
                         tasks.append((peer, outcome))
                     elif outcome is not None:
                         self._send(peer, outcome)
-                frame = None
-            if tasks:
+            # A large message is a turn of its own, but never two in a row while work waits.
+            large = frame is not None and len(frame) > _LARGE and not large
+            if tasks and not large:
                 peer, task = tasks.popleft()
                 if not task.advance():
                     tasks.append((peer, task))
                 elif task.reply is not None:
                     self._send(peer, task.reply)
+            handlers.settle()
+            if heavy:
+                handlers.longest_turn = max(handlers.longest_turn, time.thread_time() - started)
             now = clock()
-            if now - started > handlers.longest_turn:
-                handlers.longest_turn = now - started
             if now >= next_sweep:
                 next_sweep = now + SWEEP_INTERVAL
                 tasks.extend((b"", task) for task in handlers.sweep())

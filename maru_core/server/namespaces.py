@@ -9,6 +9,7 @@ from attrs import define, field
 
 from maru_core.errors import ProtocolError
 from maru_core.namespace import digest_of
+from maru_core.server.index import KeyIndex
 
 if TYPE_CHECKING:
     from maru_core.server.sessions import Session
@@ -25,9 +26,9 @@ class NamespaceState:
     descriptor: bytes
     digest: bytes
     weights_epoch: int = 0
-    index: dict[bytes, int] = field(factory=dict)
+    index: KeyIndex = field(factory=KeyIndex)
     #: Indexes that a reset took away and whose objects are not all dropped yet.
-    draining: list[dict[bytes, int]] = field(factory=list)
+    draining: list[KeyIndex] = field(factory=list)
     #: READY objects and their lengths in bytes.
     objects: int = 0
     stored_bytes: int = 0
@@ -35,13 +36,8 @@ class NamespaceState:
 
     def forget(self, key: bytes, entry: int) -> None:
         """Take ``entry`` out of whichever index still has it under ``key``."""
-        if self.index.get(key) == entry:
-            del self.index[key]
-            return
-        for old in self.draining:
-            if old.get(key) == entry:
-                del old[key]
-                return
+        if not self.index.remove(key, entry):
+            any(old.remove(key, entry) for old in self.draining)
 
 
 class Namespaces:
@@ -69,7 +65,7 @@ class Namespaces:
 
     def _forget_one(self) -> bool:
         for state in self._by_descriptor.values():
-            if not (state.weights_epoch or state.index or state.draining or state.objects or state.sessions):
+            if not (state.weights_epoch or len(state.index) or state.draining or state.objects or state.sessions):
                 del self._by_descriptor[state.descriptor]
                 del self.by_number[state.number]
                 return True

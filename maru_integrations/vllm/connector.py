@@ -56,6 +56,7 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._plan = plan
         if role == KVConnectorRole.SCHEDULER:
+            setup.warn_of_idle_knobs(config)
             if compat.set_recompute_policy(vllm_config):
                 self._log.info("maru.policy", kv_load_failure_policy="recompute")
             self._scheduler = self._guard.run("start", lambda: None, self._start_scheduler, plan)

@@ -50,6 +50,15 @@ def read_config(vllm_config: Any) -> tuple[MaruConfig, PluginSettings]:
     return MaruConfig.from_mapping(extra, os.environ), PluginSettings.from_environ(os.environ)
 
 
+def warn_of_idle_knobs(config: MaruConfig) -> None:
+    """One warning for each setting that asks for something this version does not do yet."""
+    for name in ("use_layerwise", "async_store", "overlap_load_with_compute"):
+        if getattr(config, name):
+            structlog.get_logger(__name__).warning(
+                "maru.setting_without_effect", setting=f"maru_{name}", reason="not available in this version"
+            )
+
+
 def make_plan(vllm_config: Any, kv_cache_config: Any, config: MaruConfig, plugins: PluginSettings) -> Plan | str:
     """What to do for this engine, or why it gets no hits."""
     refused = support.refused_engine(vllm_config)

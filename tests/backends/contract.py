@@ -110,6 +110,18 @@ class BackendContract:
             assert bytes(pool.region.buffer[offset : offset + 4]) == data
         assert reader.descriptor == d
 
+    @pytest.mark.parametrize(("offset", "length"), [(0, 1 << 40), (5000, 3), (1 << 40, 10), (-5, 10), (0, 0), (7, -1)])
+    def test_populating_changes_nothing_and_never_raises(
+        self, create: Create, backend: StorageBackend, offset: int, length: int
+    ) -> None:
+        pool = create()
+        pool.region.buffer[-4:] = b"tail"
+        region = backend.map_region(pool.region.descriptor)
+        region.populate(offset, length)
+        assert bytes(region.buffer[-4:]) == b"tail"
+        region.close()
+        region.populate(offset, length)
+
     @pytest.mark.parametrize("change", ["identity", "size", "granule", "entry_count", "data_offset"])
     def test_a_pool_that_is_not_the_one_described_is_not_mapped(
         self, create: Create, backend: StorageBackend, change: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import signal
 import subprocess
@@ -82,6 +83,33 @@ def test_the_kernel_unmaps_when_the_last_view_goes(tmp_path: Path) -> None:
     pool.destroy()
 
 
+def resident(path: str) -> int:
+    """Bytes of the mapping of ``path`` that are in this process's page tables."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.endswith(path))
+    return next(int(line.split()[1]) * 1024 for line in lines[start:] if line.startswith("Rss:"))
+
+
+def test_populated_pages_are_in_the_page_tables(tmp_path: Path) -> None:
+    probe = mmap.mmap(-1, mmap.PAGESIZE)
+    try:
+        probe.madvise(23)
+    except OSError:
+        pytest.skip("this kernel cannot populate: Linux 5.14 is needed")
+    backend = CpuBackend()
+    pool = backend.create_pool(ask_in(tmp_path, size=16 * MIB))
+    other = tmp_path / "same-pool"
+    os.link(pool.region.descriptor.location, other)
+    region = backend.map_region(evolve(pool.region.descriptor, location=str(other)))
+    before = resident(str(other))
+    region.populate(5 * MIB + 1, 6 * MIB)
+    assert 6 * MIB <= resident(str(other)) - before <= 7 * MIB
+    region.populate(0, 16 * MIB)
+    assert resident(str(other)) == 16 * MIB
+    region.close()
+    pool.destroy()
+
+
 def test_a_size_between_pages_is_rounded_down(tmp_path: Path) -> None:
     pool = CpuBackend().create_pool(ask_in(tmp_path, size=2 * MIB + 4097))
     assert pool.region.descriptor.size == 2 * MIB + 4096
@@ -145,6 +173,18 @@ def test_a_file_system_that_fills_up_meanwhile_leaves_nothing(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_pool_that_is_removed_while_it_is_made_is_no_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate = os.posix_fallocate
+
+    def and_remove(fd: int, offset: int, length: int) -> None:
+        allocate(fd, offset, length)
+        (tmp_path / "maru-owner" / "pool-0").unlink()
+
+    monkeypatch.setattr(os, "posix_fallocate", and_remove)
+    with pytest.raises(BackendError, match="start again"):
+        CpuBackend().create_pool(ask_in(tmp_path))
+
+
 def test_a_folder_that_others_could_write_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "maru-owner"
     folder.mkdir()
@@ -169,6 +209,17 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     with pytest.raises(BackendError):
         CpuBackend().create_pool(ask_in(root))
     assert (target / "pool-9").read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("change", [-4096, 4096])
+def test_a_file_of_another_size_is_refused_before_it_is_mapped(tmp_path: Path, change: int) -> None:
+    backend = CpuBackend()
+    pool = backend.create_pool(ask_in(tmp_path))
+    size = pool.region.descriptor.size
+    os.truncate(pool.region.descriptor.location, size + change)
+    with pytest.raises(BackendError, match=f"has {size + change} bytes, the server says {size}"):
+        backend.map_region(pool.region.descriptor)
+    pool.destroy()
 
 
 def test_a_pipe_in_place_of_a_pool_is_not_waited_for(tmp_path: Path) -> None:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from maru_core.client import MaruHandler, StoreResult
-from maru_core.errors import MaruError, StaleEpoch, Unavailable, VersionMismatch
+from maru_core.config import MaruConfig
+from maru_core.errors import ConfigError, MaruError, StaleEpoch, Unavailable, VersionMismatch
+from maru_core.fakes import FakeBackend
+from maru_core.host import PluginHost
+from maru_core.plugin import hookimpl
 from maru_core.protocol import Code, CommitStatus, Op, Presence, ReserveStatus
 from tests.client.fake_server import eventually
-from tests.client.real import Folder
+from tests.client.real import NAMESPACE, Folder
 
 
 def used(handler: MaruHandler) -> tuple[int, int, int, int]:
@@ -47,6 +53,7 @@ def test_a_killed_server_is_started_again_and_the_same_handler_works(folder: Fol
         os.kill(folder.pid(), signal.SIGKILL)
         store_until_it_works(handler, f"b{round_}", b"new", within=4)
         assert handler.epoch != epoch
+        assert len(handler._link.guard._open) == 1, "the lock file of the lost session was let go"
         again = handler.retrieve(f"b{round_}")
         assert again is not None
         assert bytes(again.view) == b"new"
@@ -60,7 +67,9 @@ def test_a_killed_server_is_started_again_and_the_same_handler_works(folder: Fol
 
 
 def test_calls_in_flight_when_the_server_dies_end_early(folder: Folder) -> None:
-    handler = folder.connect(request_timeout=30)
+    folder.connect().close()
+    # Without `auto`, nobody starts another server that could answer.
+    handler = folder.connect(request_timeout=30, server_url=f"ipc://{folder.path}/server.sock")
     os.kill(folder.pid(), signal.SIGSTOP)
     took: list[float] = []
 
@@ -240,3 +249,65 @@ def test_stale_grants_do_not_reach_the_new_pool(folder: Folder) -> None:
         assert bytes(found.view) == bytes(100)
     with pytest.raises(StaleEpoch):
         handler.commit(grants)
+
+
+def test_a_server_on_tcp_is_used_the_same_way(maru_server: Any) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = maru_server(server_url=f"tcp://127.0.0.1:{port}", pool_size="4M")
+    host = PluginHost.with_plugins({}, built_ins=True)
+    with MaruHandler.connect(MaruConfig(server_url=server.url), NAMESPACE, host=host) as handler:
+        assert handler.store("a", b"over tcp") is StoreResult.STORED
+        found = handler.retrieve("a")
+        assert found is not None
+        assert bytes(found.view) == b"over tcp"
+        server.kill()
+        start = time.monotonic()
+        while handler.is_up:
+            assert time.monotonic() - start < 3
+            time.sleep(0.01)
+        with pytest.raises(Unavailable):
+            handler.store("b", b"1")
+
+
+def test_pools_are_populated_and_told_about(serve: Any, backend: FakeBackend, maru_runtime_dir: Path) -> None:
+    """Hints learn of sessions and regions; what `eager_map` maps is populated whole, off the link's thread."""
+    server = serve()
+    told: list[str] = []
+
+    class Hints:
+        @hookimpl
+        def maru_session_opened(self, name: str, role: str) -> None:
+            told.append(f"session {name} {role}")
+
+        @hookimpl
+        def maru_region_mapped(self, region: Any) -> None:
+            told.append("mapped")
+            sizes.append(region.descriptor.size)
+            region.populate = lambda offset, length: populated.append((offset, length))
+
+        @hookimpl
+        def maru_region_unmapping(self, region: Any) -> None:
+            told.append("unmapping")
+
+    sizes: list[int] = []
+    populated: list[tuple[int, int]] = []
+    host = PluginHost.with_plugins({"fake": backend, "hints": Hints()}, strict=True)
+    config = MaruConfig(server_url=server.url)
+    with MaruHandler.connect(config, NAMESPACE, host=host, name="n", role="worker") as handler:
+        assert told == ["mapped", "session n worker"]
+        eventually(lambda: sum(length for _, length in populated) >= sizes[0])
+        assert handler.stats()["client"]["url"] == server.url
+    assert told[-1] == "unmapping"
+    with MaruHandler.connect(config, NAMESPACE, host=host, role="scheduler"):
+        assert told[-1] == "session  scheduler", "a scheduler maps nothing"
+
+
+def test_auto_names_a_server_that_listens_elsewhere(maru_server: Any, maru_runtime_dir: Path) -> None:
+    server = maru_server(server_url=f"ipc://{maru_runtime_dir}/other.sock", pool_size="4M")
+    host = PluginHost.with_plugins({}, built_ins=True)
+    config = MaruConfig(runtime_dir=str(maru_runtime_dir), pool_size="4M", pool_path=str(maru_runtime_dir))
+    with pytest.raises(ConfigError, match=r"other\.sock"):
+        MaruHandler.connect(config, NAMESPACE, host=host)
+    assert server.process.poll() is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maru_core.client.regions import Regions
@@ -26,6 +26,7 @@ def two_pools() -> tuple[Regions, list[object]]:
     return regions, [first, second]
 
 
+@settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 110), st.integers(1, 3 * GRANULE)), max_size=12, unique_by=lambda item: item[0])
 )

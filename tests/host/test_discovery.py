@@ -167,6 +167,11 @@ BROKEN = {
         @hookimpl
         def maru_storage_backends(): return "acme"
     """,
+    "provides empty text": """
+        from maru_core.plugin import hookimpl
+        @hookimpl
+        def maru_transfer_engines(): return ""
+    """,
     "provides one": """
         from maru_core.contracts import BackendProvision
         from maru_core.plugin import hookimpl

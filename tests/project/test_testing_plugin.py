@@ -39,6 +39,7 @@ class Runner:
         (self.folder / "pytest.ini").write_text("[pytest]\naddopts = -p maru_core.testing --strict-markers\n")
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("MARU_", "PYTEST_"))}
         clean["PYTHONPATH"] = os.pathsep.join([str(self.site), str(ROOT)])
+        clean["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # other plugins only cost time here
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, "test_it.py"]
         return subprocess.run(
             command, cwd=self.folder, env=clean | (environ or {}), capture_output=True, text=True, timeout=60
@@ -87,7 +88,7 @@ def test_nothing_installed_is_loaded_whatever_the_shell_exports(runner: Runner, 
 
 
 def test_it_holds_in_the_workers_of_xdist(runner: Runner) -> None:
-    run = runner.run(ISOLATED, {"MARU_PLUGINS": "told"}, "-n", "1")
+    run = runner.run(ISOLATED, {"MARU_PLUGINS": "told"}, "-p", "xdist", "-n", "1")
     assert "3 passed" in run.stdout, run.stdout + run.stderr
     assert not runner.imported.exists()
 
@@ -146,6 +147,25 @@ def test_monkeypatch_is_no_leak_and_libraries_may_be_excused(runner: Runner) -> 
             os.environ["LIB_X"] = "1"
     """
     run = runner.run(test, None, "-o", "maru_environment_ignore=LIB_*")
+    assert "2 passed" in run.stdout, run.stdout + run.stderr
+
+
+def test_a_logging_setup_does_not_outlive_its_test(runner: Runner) -> None:
+    test = """
+        import io, structlog
+        from maru_core import logs
+        def test_first():
+            stream = io.StringIO()
+            logs.setup(stream=stream)
+            structlog.get_logger().info("told")
+            assert "told" in stream.getvalue()
+            stream.close()
+        def test_second(capsys):
+            assert not structlog.is_configured()
+            structlog.get_logger().info("told again")
+            assert "told again" in capsys.readouterr().out
+    """
+    run = runner.run(test)
     assert "2 passed" in run.stdout, run.stdout + run.stderr
 
 

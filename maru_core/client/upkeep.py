@@ -1,0 +1,253 @@
+"""The background thread of one handler: keeps its link up.
+
+It pings over a socket of its own, opens sessions, starts the server where the configuration says so, and delivers what
+calls put off: cancellations, aborts, releases.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from maru_core.client.channel import Channel
+from maru_core.client.link import SLICE, Chore, Link
+from maru_core.client.session import Requester, Session
+from maru_core.errors import MaruError, ProtocolError, ServerError, StaleEpoch, Unavailable
+from maru_core.protocol import Op
+from maru_core.protocol.codec import encode, pack_u32, pack_u64
+
+#: Seconds between pings of a healthy server, and how long one may take before the link counts as down.
+PING_INTERVAL = 0.5
+PING_TIMEOUT = 1.0
+#: Seconds between attempts while down, after an ordinary failure and after one that a retry hardly mends.
+RETRY_INTERVAL = 0.1
+RETRY_INTERVAL_REFUSED = 2.0
+#: Put-off work is collected this many seconds so that it travels together, and most items of it in one message.
+GATHER = 0.001
+GATHER_ITEMS = 10_000
+#: How long closing may take, seconds: for one message of the goodbye, and in all.
+FAREWELL = 0.3
+JOIN = 1.0
+
+
+class Upkeep:
+    """See the module. ``open_session`` runs on the thread, is given a way to send requests, may raise any MaruError.
+
+    ``ensure_server`` runs there before each attempt while no server answers; ``is_dead`` tells at once, where that can
+    be told, that nobody listens.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        open_session: Callable[[Link, Requester], Session],
+        ensure_server: Callable[[Callable[[], bool]], None],
+        is_dead: Callable[[], bool],
+    ) -> None:
+        self._link = link
+        self._open_session = open_session
+        self._ensure_server = ensure_server
+        self._is_dead = is_dead
+        self._chores: list[Chore] = []
+        self._due = 0.0
+        self._told: set[str] = set()
+        self._settled = threading.Event()
+        self._fatal: MaruError | None = None
+        self._goodbye_to: Session | None = None
+        self._may_end = True
+        self._own = Channel(link.context, link.url)  # raises ConfigError for an address that cannot be used
+        self._thread = threading.Thread(target=self._run, name="maru-upkeep", daemon=True)
+
+    def start(self, wait: float) -> None:
+        """Start, and wait up to ``wait`` seconds for the first session; raises what a retry would hardly mend."""
+        self._thread.start()
+        self._settled.wait(wait)
+        if self._fatal is not None:
+            raise self._fatal
+
+    def stop(self, may_end: bool = True) -> None:
+        """End the session and the thread, at most JOIN seconds; idempotent.
+
+        Unless ``may_end`` the session is left to end with the process: something still writes under it.
+        """
+        link = self._link
+        if link.closed:
+            return
+        self._may_end, self._goodbye_to = may_end, link.live
+        all_closed = link.close()
+        link.inbox.put(None)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(JOIN)
+        # Terminating a context waits for its sockets, so only when all are closed; else the last one's end does it.
+        if all_closed and not self._thread.is_alive():
+            self._own.close()
+            link.context.term()
+
+    def request(self, op: Op, epoch: int, session_id: int, arguments: Sequence[Any]) -> tuple[int, list[Any]]:
+        """One request of this thread: the server's epoch and the results. Ends early when the handler is closed."""
+        return self._request(op, epoch, session_id, arguments, PING_TIMEOUT)
+
+    def _request(
+        self, op: Op, epoch: int, session_id: int, arguments: Sequence[Any], timeout: float, closing: bool = False
+    ) -> tuple[int, list[Any]]:
+        request_id = next(self._link.ids)
+        self._own.send(encode((int(op), request_id, epoch, session_id, *arguments)))
+        deadline = time.monotonic() + timeout
+        while (remaining := deadline - time.monotonic()) > 0 and (closing or not self._link.closed):
+            reply = self._own.receive(request_id, min(remaining, SLICE))
+            if reply is None and self._is_dead():
+                break
+            if reply is not None:
+                if reply[2] != 0 or (epoch and reply[1] != epoch):
+                    raise self._link.refusal(reply, None if not epoch else self._link.session)
+                return reply[1], reply[3:]
+        raise Unavailable(
+            f"no Maru server answers at {self._link.url}; start one with `maru serve`, or set maru_server_url to auto"
+        )
+
+    def _run(self) -> None:
+        pause = 0.0
+        while not self._link.closed:
+            self._gather(pause)
+            if self._link.closed:
+                break
+            try:
+                self._tend()
+                pause = max(0.0, min(PING_INTERVAL, self._due - time.monotonic()))
+            except Unavailable as error:
+                self._went_down(error)
+                pause = RETRY_INTERVAL
+            except MaruError as error:
+                self._went_down(error)
+                if not self._settled.is_set():
+                    self._fatal = error
+                    self._settled.set()
+                pause = RETRY_INTERVAL_REFUSED
+            except Exception as error:  # noqa: BLE001 - the thread must outlive any fault, and says which
+                self._link.note("exception", "maru link failed", url=self._link.url)
+                self._went_down(
+                    MaruError(f"the connection to {self._link.url} failed: {type(error).__name__}: {error}")
+                )
+                pause = RETRY_INTERVAL_REFUSED
+        self._farewell()
+
+    def _gather(self, pause: float) -> None:
+        """Wait up to ``pause`` seconds for something to do, then take everything that is there."""
+        inbox = self._link.inbox
+        try:
+            self._take(inbox.get(timeout=pause) if pause > 0 else inbox.get_nowait())
+            if self._chores:
+                time.sleep(GATHER)
+            while True:
+                self._take(inbox.get_nowait())
+        except queue.Empty:
+            return
+
+    def _take(self, chore: Chore | None) -> None:
+        if chore is None:
+            self._due = 0.0
+        else:
+            self._chores.append(chore)
+
+    def _tend(self) -> None:
+        link = self._link
+        session, checked = link.session, False
+        if session is not None and (link.lost is session or link.live is None or time.monotonic() >= self._due):
+            session, checked = self._check(session), True
+        if session is None:
+            session, checked = self._renew(), True
+        # What was put off goes first: a call that finds the link up finds nothing of an earlier one in its way.
+        self._flush(session)
+        if checked and link.lost is not session:
+            self._went_up(session)
+            self._settled.set()
+
+    def _check(self, session: Session) -> Session | None:
+        """Ping; the session when it still holds, ``None`` when it is void."""
+        if self._link.lost is session:
+            self._discard(session)
+            return None
+        try:
+            self._request(Op.PING, session.epoch, session.id, (), PING_TIMEOUT)
+        except StaleEpoch:
+            self._discard(session)
+            return None
+        except Unavailable as error:
+            self._went_down(error)
+            self._ensure_server(lambda: self._link.closed)
+            raise
+        self._due = time.monotonic() + PING_INTERVAL
+        return session
+
+    def _renew(self) -> Session:
+        self._ensure_server(lambda: self._link.closed)
+        session = self._open_session(self._link, self.request)
+        self._link.session = session
+        self._due = time.monotonic() + PING_INTERVAL
+        return session
+
+    def _discard(self, session: Session) -> None:
+        self._link.live = None
+        self._link.session = None
+        self._chores = [chore for chore in self._chores if chore.holder != session.holder]
+        self._link.guard.close(session.proof)
+        session.regions.close()
+
+    def _went_up(self, session: Session) -> None:
+        link = self._link
+        self._told.clear()
+        if link.live is not session and not link.closed:
+            link.live = session
+            if link.closed:  # closed by another thread in between
+                link.live = None
+            link.note("info", "maru link up", url=link.url, epoch=session.epoch, session=session.id)
+
+    def _went_down(self, error: MaruError) -> None:
+        link = self._link
+        link.live = None
+        if link.closed:
+            return
+        link.problem = error
+        # Each reason once per outage, however often it is tried again.
+        if str(error) not in self._told:
+            self._told.add(str(error))
+            link.note("warning", "maru link down", url=link.url, reason=str(error))
+
+    def _flush(self, session: Session, closing: bool = False) -> None:
+        """Deliver put-off work; what cannot be delivered stays for the next round."""
+        mine = [chore for chore in self._chores if chore.holder == session.holder]
+        for op in (Op.CANCEL, Op.ABORT, Op.RELEASE):
+            items = [item for chore in mine if chore.op is op for item in chore.items]
+            for start in range(0, len(items), GATHER_ITEMS):
+                part = items[start : start + GATHER_ITEMS]
+                if op is Op.ABORT:
+                    arguments = [pack_u32(entry for entry, _ in part), pack_u32(generation for _, generation in part)]
+                else:
+                    arguments = [pack_u64(part)]
+                timeout = FAREWELL if closing else PING_TIMEOUT
+                try:
+                    self._request(op, session.epoch, session.id, arguments, timeout, closing)
+                except (ServerError, ProtocolError) as error:
+                    self._link.note("error", "put-off work refused", op=op.name, items=len(part), reason=str(error))
+                except StaleEpoch:
+                    self._link.lose(session)
+                    return
+        self._chores = []
+
+    def _farewell(self) -> None:
+        session = self._link.session
+        if session is not None:
+            try:
+                if self._goodbye_to is session and self._may_end:
+                    self._gather(0.0)
+                    self._flush(session, closing=True)
+                    self._request(Op.BYE, session.epoch, session.id, (), FAREWELL, closing=True)
+            except MaruError as error:
+                self._link.note("debug", "goodbye not delivered", url=self._link.url, reason=str(error))
+            if self._may_end:
+                self._link.guard.close(session.proof)
+                session.regions.close()
+        self._own.close()

@@ -1,0 +1,98 @@
+"""A real vLLM engine on a tiny random model; the scenarios run once, each test judges one of them."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import result_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def results(
+    tiny_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    run_python: Callable[..., subprocess.Popen[str]],
+) -> dict[str, Any]:
+    runtime = tmp_path_factory.mktemp("run")
+    process = run_python("-m", "tests.engine.tiny", str(tiny_model), str(runtime), VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    output, _ = process.communicate(timeout=500)
+    found: dict[str, Any] = result_of(output)
+    return found
+
+
+def scenario(results: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = results[name]
+    assert "error" not in found, found["error"]
+    return found
+
+
+def test_every_step_size_stores_the_same_chunks(results: dict[str, Any]) -> None:
+    found = scenario(results, "step_sizes")
+    assert len(found) == 5
+    for size, run in found.items():
+        assert run["present"] == 330 // 64, size
+        assert run["hits"] == 320, size
+        assert run["warm"] == run["answer"] == found["512"]["answer"], size
+
+
+@pytest.mark.parametrize("length", [64, 128, 512])
+def test_a_prompt_of_whole_chunks_leaves_one_block_to_compute(results: dict[str, Any], length: int) -> None:
+    found = scenario(results, "full_prompts")[str(length)]
+    assert found["cached"] == length - 32
+    assert found["warm"] == found["cold"]
+
+
+def test_preempted_requests_resume_with_hits(results: dict[str, Any]) -> None:
+    found = scenario(results, "preemption")
+    assert found["preemptions"] > 0
+    assert found["resumed_with"]
+    assert all(found["same"])
+    assert found["leased"] == 0
+    assert found["free"] == 39
+
+
+def test_a_failed_load_is_recomputed_and_nothing_of_it_is_stored(results: dict[str, Any]) -> None:
+    found = scenario(results, "failed_load")
+    assert found["tried"] == 4
+    assert found["answer"] == found["expected"]
+    assert found["objects"] == 6
+    assert all(found["prefix_same"])
+    assert all(found["close"])
+    assert found["leased"] == 0
+
+
+def test_an_abort_during_a_failing_load_leaves_no_bad_blocks(results: dict[str, Any]) -> None:
+    found = scenario(results, "aborted_load")
+    assert len(found["aborted"]) == 1
+    assert found["answer"] == found["cold"]
+    assert found["free"][0] == found["free"][1]
+    assert found["leased"] == 0
+    assert found["states"] == 0
+
+
+def test_parked_hits_are_loaded_between_steps(results: dict[str, Any]) -> None:
+    found = scenario(results, "parked")
+    assert found["hits"] == 3 * 256
+    assert found["warm"] == found["cold"]
+    assert found["failed"] == found["cold"]
+    assert found["leased"] == 0
+    assert found["parked"] is None
+
+
+def test_reset_with_the_connector_flag_empties_the_namespace(results: dict[str, Any]) -> None:
+    found = scenario(results, "reset")
+    assert found["before"] == 4
+    assert found["done"] is True
+    assert found["present"] == 0
+    assert found["hits"] == 0
+
+
+def test_nothing_was_caught_inside_the_connector(results: dict[str, Any]) -> None:
+    assert results["caught"] == {}

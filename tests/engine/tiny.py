@@ -1,0 +1,375 @@
+"""One real vLLM engine, in this process, on a tiny random model: scenarios that need a hand inside the engine.
+
+Run by ``test_tiny_engine.py`` as ``python -m tests.engine.tiny MODEL RUNTIME_DIR [OPTIONS]``; prints one JSON object.
+OPTIONS is a JSON object of arguments for vLLM's ``LLM``, such as ``{"dtype": "bfloat16"}`` on a GPU. In-process
+(``uni`` executor, no engine-core process), so that a scenario can change the step size, look into pages, and abort
+between the dispatch of a step and its result.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+BLOCK = 32
+CHUNK = 64
+VOCAB = 512
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """Token ids that no other seed shares a chunk with."""
+    return [(seed * 7919 + index * 31 + index * index % 17) % VOCAB for index in range(length)]
+
+
+class Tiny:
+    """The engine, and shortcuts into it."""
+
+    def __init__(self, model: str, connector: dict[str, Any], options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        settings: dict[str, Any] = {
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "block_size": BLOCK,
+            "num_gpu_blocks_override": 40,
+            "max_num_batched_tokens": 512,
+            "max_num_seqs": 8,
+            "distributed_executor_backend": "uni",
+            "disable_log_stats": False,
+            "kv_transfer_config": {
+                "kv_connector": "MaruKVConnector",
+                "kv_connector_module_path": "maru_integrations.vllm",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"maru_kv_chunk_tokens": CHUNK, **connector},
+            },
+        }
+        self.llm = LLM(model=model, **{**settings, **options})
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+
+    @property
+    def side(self) -> Any:
+        return self.scheduler.connector
+
+    @property
+    def worker(self) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()
+
+    @property
+    def handler(self) -> Any:
+        return self.side._scheduler._handler
+
+    def ask(self, *prompts: list[int], tokens: int = 8) -> list[Any]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+
+    def answer(self, ids: list[int], tokens: int = 8) -> list[int]:
+        return list(self.ask(ids, tokens=tokens)[0].outputs[0].token_ids)
+
+    def forget(self) -> None:
+        """Empty vLLM's own prefix cache, not Maru's."""
+        assert self.llm.reset_prefix_cache()
+
+    def metric(self, name: str) -> float:
+        return float(sum(item.value for item in self.llm.get_metrics() if item.name == name))
+
+    def free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def keys(self, ids: list[int]) -> list[bytes]:
+        from maru_core.keys import KeyChain
+
+        chain = KeyChain(self.side._plan.namespace.root, CHUNK)
+        chain.extend(ids, len(ids) // CHUNK * CHUNK)
+        return chain.keys
+
+    def present(self, ids: list[int]) -> int:
+        return sum(status == 1 for status in self.handler.probe(self.keys(ids)))
+
+    def leased(self) -> int:
+        """Bytes under lease once what is on its way back has had a second to arrive."""
+        deadline = time.monotonic() + 1
+        while (held := int(self.handler.server_stats()["pools"][0]["leased"])) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return held
+
+    def objects(self, ids: list[int]) -> list[bytes]:
+        """Bytes of the stored chunks, read under a lease."""
+        lease = self.handler.acquire(self.keys(ids), leading=True)
+        found = [
+            bytes(self.handler.view(lease.epoch, lease.entries[index], lease.lengths[index]))
+            for index in range(lease.leading)
+        ]
+        self.handler.release(lease)
+        return found
+
+    @contextmanager
+    def patched(self, owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+        original = getattr(owner, name)
+        setattr(owner, name, make(original))
+        try:
+            yield
+        finally:
+            setattr(owner, name, original)
+
+
+def step_sizes(tiny: Tiny) -> dict[str, Any]:
+    """The same prompt, prefilled in steps of several sizes: the same objects, each time from an empty store."""
+    ids, out = prompt(330, 1), {}
+    for size in (512, 200, 100, 64, 33):
+        tiny.scheduler.max_num_scheduled_tokens = size
+        tiny.forget()
+        tiny.side.reset_cache()
+        answer = tiny.answer(ids)
+        out[size] = {"answer": answer, "present": tiny.present(ids)}
+        tiny.forget()
+        before = tiny.metric("vllm:external_prefix_cache_hits")
+        out[size]["warm"] = tiny.answer(ids)
+        out[size]["hits"] = tiny.metric("vllm:external_prefix_cache_hits") - before
+    tiny.scheduler.max_num_scheduled_tokens = 512
+    return out
+
+
+def full_prompts(tiny: Tiny) -> dict[str, Any]:
+    """Prompts that are whole chunks: one block is left to compute, and the answers are the same."""
+    out = {}
+    for length in (64, 128, 512):
+        ids = prompt(length, length)
+        cold = tiny.answer(ids)
+        tiny.forget()
+        request = tiny.ask(ids)[0]
+        out[length] = {
+            "cold": cold,
+            "warm": list(request.outputs[0].token_ids),
+            "cached": request.num_cached_tokens,
+        }
+    return out
+
+
+def preemption(tiny: Tiny) -> dict[str, Any]:
+    """More requests than the cache can hold: vLLM preempts, and the resumed ones hit."""
+    prompts = [prompt(200, 100 + seed) for seed in range(8)]
+    before = tiny.metric("vllm:num_preemptions")
+    resumed: list[int] = []
+
+    def noting(match: Any) -> Any:
+        def run(request: Any, local: int) -> Any:
+            answer = match(request, local)
+            if request.num_preemptions and answer[0]:
+                resumed.append(answer[0])
+            return answer
+
+        return run
+
+    with tiny.patched(tiny.side._scheduler, "match", noting):
+        together = [list(item.outputs[0].token_ids) for item in tiny.ask(*prompts, tokens=150)]
+    preemptions = tiny.metric("vllm:num_preemptions") - before
+    tiny.forget()
+    tiny.side.reset_cache()
+    alone = [tiny.answer(ids, tokens=150) for ids in prompts]
+    return {
+        "preemptions": preemptions,
+        "resumed_with": resumed,
+        "same": [first == second for first, second in zip(together, alone, strict=True)],
+        "leased": tiny.leased(),
+        "free": tiny.free_blocks(),
+    }
+
+
+def failed_load(tiny: Tiny) -> dict[str, Any]:
+    """The bytes turn out to be another object's: recomputed, and nothing computed on them is stored."""
+    ids = prompt(300, 50)
+    cold = tiny.answer(ids)
+    good = tiny.objects(ids)
+    longer = ids + prompt(100, 51)
+    tiny.forget()
+    expected = tiny.answer(longer)
+    expected_objects = tiny.objects(longer)
+    tiny.forget()
+    tiny.side.reset_cache()
+    tiny.answer(ids)
+    tiny.forget()
+    from maru_core.client import Located
+
+    garbage: list[Any] = []
+
+    def failing(verify: Any) -> Any:
+        def run(located: Any) -> list[bool]:
+            verify(located)
+            for index in range(len(located.entries)):
+                garbage.append((located.view(index), bytes(located.view(index))))
+            return [False] * len(located.entries)
+
+        return run
+
+    def poisoned_copy(load: Any) -> Any:
+        def run(blocks: Any, copies: Any) -> None:
+            saved = [(copy.buffer, bytes(copy.buffer)) for copy in copies]
+            for buffer, data in saved:
+                buffer[:] = b"\x3f" * len(data)
+            load(blocks, copies)
+            for buffer, data in saved:
+                buffer[:] = data
+
+        return run
+
+    transfer = tiny.worker._worker._link.transfer
+    with tiny.patched(Located, "verify", failing), tiny.patched(transfer, "load", poisoned_copy):
+        answer = tiny.answer(longer)
+    stored = tiny.objects(longer)
+    return {
+        "cold": cold,
+        "expected": expected,
+        "answer": answer,
+        "tried": len(garbage),
+        "objects": len(stored),
+        "close": [_close(first, second) for first, second in zip(stored, expected_objects, strict=True)],
+        "prefix_same": [first == second for first, second in zip(stored, good, strict=False)],
+        "leased": tiny.leased(),
+    }
+
+
+def aborted_load(tiny: Tiny) -> dict[str, Any]:
+    """The abort arrives while the loading step runs, and that load fails: nothing of it is left in vLLM's cache."""
+    ids = prompt(300, 60)
+    cold = tiny.answer(ids)
+    tiny.forget()
+    free = tiny.free_blocks()
+    from maru_core.client import Located
+
+    running: list[str] = []
+
+    def aborting(start: Any) -> Any:
+        def run(context: Any, **extra: Any) -> None:
+            start(context, **extra)
+            metadata = tiny.worker._metadata()
+            if metadata is not None and metadata.loads:
+                running.append(metadata.loads[0].request_id)
+                tiny.core.aborts_queue.put_nowait([metadata.loads[0].request_id])
+
+        return run
+
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    with (
+        tiny.patched(tiny.worker, "start_load_kv", aborting),
+        tiny.patched(Located, "verify", lambda verify: lambda located: [False] * len(located.entries)),
+        tiny.patched(
+            tiny.worker._worker._link.transfer,
+            "load",
+            lambda load: lambda blocks, copies: [copy.buffer[:0] for copy in copies],
+        ),
+    ):
+        tiny.llm.llm_engine.add_request("victim", {"prompt_token_ids": ids}, params)
+        for _ in range(200):
+            tiny.llm.llm_engine.step()
+            if running:
+                break
+    tiny.llm.llm_engine.abort_request(["victim"])
+    tiny.llm.llm_engine.step()
+    after = tiny.free_blocks()
+    # Without Maru's help now: what is in vLLM's own prefix cache must be right.
+    with tiny.patched(tiny.side._scheduler, "match", lambda match: lambda request, local: (0, False)):
+        answer = tiny.answer(ids)
+    return {
+        "aborted": running,
+        "cold": cold,
+        "answer": answer,
+        "free": [free, after],
+        "leased": tiny.leased(),
+        "states": len(tiny.side._scheduler._states),
+    }
+
+
+def parked(tiny: Tiny) -> dict[str, Any]:
+    """Hits that are parked and loaded between steps, as under asynchronous scheduling; with and without failure."""
+    from attrs import evolve
+
+    from maru_core.client import Located
+
+    side = tiny.side._scheduler
+    saved = side._settings
+    side._settings = evolve(saved, parks=True)
+    try:
+        prompts = [prompt(300, 70 + seed) for seed in range(3)]
+        cold = [tiny.answer(ids) for ids in prompts]
+        tiny.forget()
+        before = tiny.metric("vllm:external_prefix_cache_hits")
+        warm = [list(item.outputs[0].token_ids) for item in tiny.ask(*prompts)]
+        hits = tiny.metric("vllm:external_prefix_cache_hits") - before
+        tiny.forget()
+        with tiny.patched(Located, "verify", lambda verify: lambda located: [False] * len(located.entries)):
+            failed = [list(item.outputs[0].token_ids) for item in tiny.ask(*prompts)]
+    finally:
+        side._settings = saved
+    return {
+        "cold": cold,
+        "warm": warm,
+        "failed": failed,
+        "hits": hits,
+        "leased": tiny.leased(),
+        "parked": side._parked,
+    }
+
+
+def reset(tiny: Tiny) -> dict[str, Any]:
+    """vLLM's reset with the connector flag empties Maru's namespace."""
+    ids = prompt(300, 80)
+    tiny.answer(ids)
+    before = tiny.present(ids)
+    done = tiny.llm.llm_engine.reset_prefix_cache(reset_connector=True)
+    hits = tiny.metric("vllm:external_prefix_cache_hits")
+    present = tiny.present(ids)
+    tiny.answer(ids)
+    return {
+        "before": before,
+        "done": done,
+        "present": present,
+        "hits": tiny.metric("vllm:external_prefix_cache_hits") - hits,
+    }
+
+
+def _close(first: bytes, second: bytes) -> bool:
+    import numpy
+
+    pair = [numpy.frombuffer(data, dtype=numpy.float32) for data in (first, second)]
+    return bool(numpy.allclose(*pair, rtol=1e-3, atol=1e-4))
+
+
+SCENARIOS = (step_sizes, full_prompts, preemption, failed_load, aborted_load, parked, reset)
+
+
+def main() -> None:
+    """Run every scenario; what one raises is its result, so that the others still count."""
+    import traceback
+
+    tiny = Tiny(
+        sys.argv[1],
+        {"maru_pool_size": "64M", "maru_runtime_dir": sys.argv[2], "maru_idle_exit": 2, "maru_lookup_timeout": 1},
+        json.loads(sys.argv[3]) if len(sys.argv) > 3 else {},
+    )
+    results: dict[str, Any] = {}
+    for scenario in SCENARIOS:
+        try:
+            tiny.forget()
+            results[scenario.__name__] = scenario(tiny)
+        except Exception:  # noqa: BLE001 - reported as the scenario's result
+            results[scenario.__name__] = {"error": traceback.format_exc()}
+    results["caught"] = {**tiny.side._guard.caught, **tiny.worker._guard.caught}
+    print("RESULT " + json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""A directory without sockets or files, and everything that must hold of it at any time."""
+
+from __future__ import annotations
+
+from attrs import define
+
+from maru_core.pool_format import State
+from maru_core.protocol.messages import NO_ENTRY, PoolDescriptor
+from maru_core.server.arena import Arena
+from maru_core.server.directory import Directory
+from maru_core.server.sessions import Session, SessionRegistry
+
+GRANULE = 100
+
+
+@define
+class World:
+    """A directory over plain memory. ``counts`` granules per pool."""
+
+    directory: Directory
+    sessions: SessionRegistry
+
+    @classmethod
+    def of(cls, *counts: int, share: float = 1.0) -> World:
+        arenas, base = [], 0
+        for number, count in enumerate(counts):
+            descriptor = PoolDescriptor(number, "fake", "", b"", count * GRANULE, GRANULE, base, count, 0, 0)
+            arenas.append(Arena.of(number, descriptor, memoryview(bytearray(count * 128))))
+            base += count
+        numbers = iter(range(1, 1 << 30))
+        return cls(Directory(arenas, share), SessionRegistry(len(counts), lambda: next(numbers)))
+
+    def session(self, namespace: bytes = b"n") -> Session:
+        return self.sessions.open(self.directory.namespaces.open(namespace), "client", "", 0.0)
+
+    def store(self, session: Session, keys: list[bytes], length: int = GRANULE, parents: tuple[bytes, ...] = ()):
+        """Reserve and commit; returns the statuses of RESERVE."""
+        statuses, entries, generations = self.directory.reserve(session, tuple(keys), parents, length)
+        new = [at for at, status in enumerate(statuses) if status == 0]
+        answer = self.directory.commit(session, [entries[at] for at in new], [generations[at] for at in new])
+        assert not any(answer)
+        return bytes(statuses)
+
+    def finish(self, session: Session) -> None:
+        """End a session, a few things at a time."""
+        self.sessions.close(session)
+        while not self.directory.end_session(session, 3):
+            pass
+
+    def check(self) -> None:
+        """Every invariant of directory, allocator and headers."""
+        directory = self.directory
+        directory.settle()
+        sessions = [*self.sessions]
+        for arena in directory.arenas:
+            assert arena.used + arena.reserved + arena.free.free == arena.end - arena.base
+            taken: dict[int, str] = {}
+            reserved = used = objects = leased = 0
+            for entry in range(arena.base, arena.end):
+                state = directory.state[entry]
+                if state == State.FREE or entry in taken:
+                    continue
+                for granule in range(entry, entry + directory.pages[entry]):
+                    assert granule not in taken, "objects overlap"
+                    taken[granule] = "object"
+                header = arena.headers.read(entry)
+                assert header is not None, "a header is torn"
+                assert header.state == state
+                assert header.generation == directory.generation[entry] > 0
+                assert header.key == directory.key[entry]
+                assert header.length == directory.length[entry]
+                pages = directory.pages[entry]
+                reserved += pages * (state == State.RESERVED)
+                used += pages * (state != State.RESERVED)
+                objects += state == State.READY
+                leased += pages * (directory.readers[entry] > 0)
+                assert directory.readers[entry] == sum(entry in session.held for session in sessions)
+            for start, length in arena.free.runs():
+                for granule in range(start + arena.base, start + arena.base + length):
+                    assert granule not in taken, "a free granule belongs to an object"
+                    taken[granule] = "free"
+                    header = arena.headers.read(granule)
+                    assert header is None or header.state == State.FREE, "a freed header looks alive"
+            assert len(taken) == arena.end - arena.base, "a granule is lost"
+            assert (reserved, used, objects, leased) == (arena.reserved, arena.used, arena.objects, arena.leased)
+            for session in sessions:
+                mine = [entry for entry in session.reserved | session.doomed if arena.base <= entry < arena.end]
+                assert session.reserved_pages[arena.number] == sum(directory.pages[entry] for entry in mine)
+                held = [entry for entry in session.held if arena.base <= entry < arena.end]
+                assert session.leased_pages[arena.number] == sum(directory.pages[entry] for entry in held)
+        owned = [entry for session in sessions for entry in session.reserved | session.doomed]
+        assert len(owned) == len(set(owned)) == sum(state == State.RESERVED for state in directory.state)
+        for session in sessions:
+            assert all(directory.state[entry] in (State.READY, State.RETIRING) for entry in session.held)
+        self.check_indexes()
+        self.check_children()
+
+    def check_indexes(self) -> None:
+        directory = self.directory
+        for namespace in directory.namespaces:
+            ready = bytes_ready = 0
+            for shard in namespace.index._shards:
+                for key, entry in shard.items():
+                    assert directory.key[entry] == key
+                    assert directory.state[entry] in (State.RESERVED, State.READY)
+                    arena = next(a for a in directory.arenas if a.base <= entry < a.end)
+                    header = arena.headers.read(entry)
+                    assert header is not None
+                    assert header.digest == namespace.digest
+                    if directory.state[entry] == State.READY:
+                        ready += 1
+                        bytes_ready += directory.length[entry]
+            if not namespace.draining:
+                assert (ready, bytes_ready) == (namespace.objects, namespace.stored_bytes)
+
+    def check_children(self) -> None:
+        directory = self.directory
+        alive = [entry for entry, state in enumerate(directory.state) if state in (State.RESERVED, State.READY)]
+        for entry in alive:
+            count = sum(
+                directory.parent[child] == entry and directory.parent_generation[child] == directory.generation[entry]
+                for child in alive
+            )
+            assert directory.children[entry] == count
+            assert directory.parent[entry] in (NO_ENTRY, *range(directory.total))

@@ -1,0 +1,177 @@
+"""A model of the directory beside the directory, under random operations."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from maru_core.protocol.messages import CommitStatus, Presence, ReserveStatus
+from tests.server.pure import GRANULE, World
+from tests.server.raw import key
+
+KEYS = st.integers(0, 15).map(key)
+COLUMN = st.lists(KEYS, min_size=1, max_size=6)
+LENGTHS = st.sampled_from([1, GRANULE, GRANULE + 1, 3 * GRANULE, 7 * GRANULE])
+WHO = st.integers(0, 2)
+
+
+class DirectoryModel(RuleBasedStateMachine):
+    """Two pools, three sessions of which two share a namespace, few keys, several object sizes."""
+
+    @initialize(share=st.sampled_from([0.5, 1.0]))
+    def begin(self, share: float) -> None:
+        self.world = World.of(12, 8, share=share)
+        self.clients = [self.world.session(b"a"), self.world.session(b"a"), self.world.session(b"b")]
+        #: What each session reserved and did not give back: (session, entry, generation, key, epoch).
+        self.writing: list[tuple[int, int, int, bytes, int]] = []
+        #: (session, lease, [(entry, generation)])
+        self.reading: list[tuple[int, int, list[tuple[int, int]]]] = []
+        self.generations: dict[int, int] = {}
+        self.next_lease = 0
+
+    @rule(who=WHO, column=COLUMN, length=LENGTHS, chain=st.sampled_from(["none", "chain", "random"]), data=st.data())
+    def reserve(self, who, column, length, chain, data):
+        session = self.clients[who]
+        parents: tuple[bytes, ...] = ()
+        if chain == "chain":
+            parents = (data.draw(KEYS),)
+        elif chain == "random":
+            parents = tuple(data.draw(st.lists(KEYS, min_size=len(column), max_size=len(column))))
+        sizes = length if data.draw(st.booleans()) else [data.draw(LENGTHS) for _ in column]
+        before = self.world.directory.probe(session, column)
+        statuses, entries, generations = self.world.directory.reserve(session, tuple(column), parents, sizes)
+        assert len(statuses) == len(entries) == len(generations) == len(column)
+        seen = set()
+        for at, (name, status) in enumerate(zip(column, statuses, strict=True)):
+            if before[at] == Presence.READY:
+                assert status == ReserveStatus.PRESENT
+            elif before[at] == Presence.WRITING or name in seen:
+                assert status in (ReserveStatus.BUSY, ReserveStatus.PRESENT, ReserveStatus.NO_ROOM)
+            else:
+                assert status in (ReserveStatus.NEW, ReserveStatus.NO_ROOM)
+            seen.add(name)
+            if status == ReserveStatus.NEW:
+                assert generations[at] > self.generations.get(entries[at], 0), "the generation did not change"
+                self.generations[entries[at]] = generations[at]
+                epoch = session.namespace.weights_epoch
+                self.writing.append((who, entries[at], generations[at], name, epoch))
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data(), commit=st.booleans(), count=st.integers(1, 5))
+    def finish(self, data, commit, count):
+        picked = data.draw(st.lists(st.sampled_from(self.writing), min_size=1, max_size=count, unique=True))
+        who = picked[0][0]
+        picked = [item for item in picked if item[0] == who]
+        session = self.clients[who]
+        entries, generations = [item[1] for item in picked], [item[2] for item in picked]
+        act = self.world.directory.commit if commit else self.world.directory.abort
+        statuses = act(session, entries, generations)
+        for status, (_, _, _, name, epoch) in zip(statuses, picked, strict=True):
+            stale = epoch != session.namespace.weights_epoch
+            if commit:
+                assert status == (CommitStatus.UNKNOWN if stale else CommitStatus.OK)
+                if not stale:
+                    assert self.world.directory.probe(session, [name]) == bytes([Presence.READY])
+            else:
+                assert status == CommitStatus.OK
+        self.writing = [item for item in self.writing if item not in picked]
+        again = self.world.directory.commit(session, entries, generations)
+        assert list(again) == (list(statuses) if commit else [CommitStatus.UNKNOWN] * len(entries))
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data())
+    def a_stranger_cannot_finish(self, data):
+        who, entry, generation, _, _ = data.draw(st.sampled_from(self.writing))
+        stranger = self.clients[(who + 1) % 3]
+        assert self.world.directory.commit(stranger, [entry], [generation]) == bytes([CommitStatus.UNKNOWN])
+        assert self.world.directory.abort(stranger, [entry], [generation]) == bytes([CommitStatus.UNKNOWN])
+        assert self.world.directory.commit(self.clients[who], [entry], [generation - 1]) == b"\1"
+
+    @rule(who=WHO, column=COLUMN, leading=st.booleans())
+    def acquire(self, who, column, leading):
+        session = self.clients[who]
+        before = self.world.directory.probe(session, column)
+        self.next_lease += 1
+        answer = self.world.directory.acquire(session, self.next_lease, column, leading)
+        statuses, entries, generations, lengths = answer
+        assert len(statuses) == len(entries) == len(generations) == len(lengths) == len(column)
+        head = True
+        taken = []
+        for at, status in enumerate(statuses):
+            if status == Presence.READY:
+                assert before[at] == Presence.READY
+                assert head or not leading
+                assert lengths[at] == self.world.directory.length[entries[at]]
+                taken.append((entries[at], generations[at]))
+            elif status == Presence.BUSY:
+                assert before[at] == Presence.READY
+            else:
+                assert status == before[at] or (leading and not head)
+            head = head and status == Presence.READY
+        if taken:
+            self.reading.append((who, self.next_lease, taken))
+
+    @precondition(lambda self: self.reading)
+    @rule(data=st.data(), limit=st.integers(1, 4))
+    def release(self, data, limit):
+        item = data.draw(st.sampled_from(self.reading))
+        who, lease, _ = item
+        done = False
+        while not done:
+            known, done = self.world.directory.release(self.clients[who], lease, limit)
+            assert known
+        assert self.world.directory.release(self.clients[who], lease, limit) == (False, True)
+        self.reading.remove(item)
+
+    @rule(who=WHO, column=COLUMN)
+    def delete(self, who, column):
+        session = self.clients[who]
+        before = self.world.directory.probe(session, column)
+        answer = self.world.directory.delete(session, column)
+        assert answer[0] == before[0]
+        after = self.world.directory.probe(session, column)
+        assert all(status != Presence.READY for status in after)
+
+    @rule(who=WHO, stale=st.booleans(), limit=st.integers(1, 5), data=st.data())
+    def reset(self, who, stale, limit, data):
+        namespace = self.clients[who].namespace
+        epoch = namespace.weights_epoch
+        hidden = self.world.directory.reset(namespace, epoch - 1 if stale else epoch)
+        if stale:
+            assert hidden is None
+            assert namespace.weights_epoch == epoch
+            return
+        assert namespace.weights_epoch == epoch + 1
+        everything = [key(number) for number in range(16)]
+        assert not any(self.world.directory.probe(self.clients[who], everything))
+        if hidden is not None:
+            if data.draw(st.booleans()):
+                other = self.clients[data.draw(WHO)]
+                self.world.store(other, [data.draw(KEYS)])
+                self.generations = dict(enumerate(self.world.directory.generation))
+            while not self.world.directory.drain(namespace, hidden, limit):
+                pass
+
+    @rule(who=WHO)
+    def die(self, who):
+        self.world.finish(self.clients[who])
+        namespace = b"b" if who == 2 else b"a"
+        self.clients[who] = self.world.session(namespace)
+        self.writing = [item for item in self.writing if item[0] != who]
+        self.reading = [item for item in self.reading if item[0] != who]
+
+    @invariant()
+    def everything_holds(self):
+        self.world.check()
+        directory = self.world.directory
+        for _, _, taken in self.reading:
+            for entry, generation in taken:
+                assert directory.generation[entry] == generation, "a leased page was reused"
+                assert directory.readers[entry] > 0
+        for _, entry, generation, _, _ in self.writing:
+            assert directory.generation[entry] == generation, "a reserved page was reused"
+
+
+TestDirectoryModel = DirectoryModel.TestCase
+TestDirectoryModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

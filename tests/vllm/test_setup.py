@@ -1,0 +1,312 @@
+"""What binds a namespace, what is refused, and what settings do at start."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from attrs import evolve
+from structlog.testing import capture_logs
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from maru_core.config import MaruConfig
+from maru_core.errors import ConfigError
+from maru_integrations.vllm import compat, setup, support
+from maru_integrations.vllm.compat import KVGeometry
+from maru_integrations.vllm.connector import MaruKVConnector
+from maru_integrations.vllm.identity import namespace_of, weights_fingerprint
+
+GEOMETRY = KVGeometry(("model.layers.0.attn",), 16, 8, 2, 64, 2, "bfloat16", "auto")
+
+
+def fake_config(**changes: Any) -> Any:
+    model = {
+        "model": "org/name",
+        "revision": None,
+        "hf_config": SimpleNamespace(_commit_hash=None),
+        "quantization": None,
+        "dtype": torch.bfloat16,
+        "hf_overrides": {},
+        "runner_type": "generate",
+    }
+    parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    for name, value in changes.items():
+        (parallel if name in parallel else model)[name] = value
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**model),
+        parallel_config=SimpleNamespace(**parallel),
+        load_config=SimpleNamespace(load_format="auto"),
+        speculative_config=None,
+    )
+
+
+def test_every_fact_gives_another_namespace() -> None:
+    """R009: dtype, geometry, weights, revision, chunk size, shape, tenant: each alone separates."""
+    config = MaruConfig()
+    base = namespace_of(fake_config(), GEOMETRY, 256, config)
+    others = [
+        namespace_of(fake_config(model="org/other"), GEOMETRY, 256, config),
+        namespace_of(fake_config(revision="v2"), GEOMETRY, 256, config),
+        namespace_of(fake_config(hf_config=SimpleNamespace(_commit_hash="abc")), GEOMETRY, 256, config),
+        namespace_of(fake_config(quantization="awq"), GEOMETRY, 256, config),
+        namespace_of(fake_config(dtype=torch.float16), GEOMETRY, 256, config),
+        namespace_of(fake_config(hf_overrides={"rope_theta": 5}), GEOMETRY, 256, config),
+        namespace_of(fake_config(tensor_parallel_size=2), GEOMETRY, 256, config),
+        namespace_of(fake_config(pipeline_parallel_size=2), GEOMETRY, 256, config),
+        namespace_of(fake_config(), evolve(GEOMETRY, dtype="float16"), 256, config),
+        namespace_of(fake_config(), evolve(GEOMETRY, cache_dtype="fp8"), 256, config),
+        namespace_of(fake_config(), evolve(GEOMETRY, num_kv_heads=4), 256, config),
+        namespace_of(fake_config(), evolve(GEOMETRY, head_size=128), 256, config),
+        namespace_of(fake_config(), evolve(GEOMETRY, layer_names=("a.0", "a.1")), 256, config),
+        namespace_of(fake_config(), GEOMETRY, 128, config),
+        namespace_of(fake_config(), GEOMETRY, 256, MaruConfig(cache_namespace="tenant")),
+    ]
+    assert len({base.digest, *(other.digest for other in others)}) == len(others) + 1
+    # Page geometry and names do not: unlike instances share.
+    same = [
+        namespace_of(fake_config(), evolve(GEOMETRY, block_size=128, num_blocks=9), 256, config),
+        namespace_of(fake_config(), GEOMETRY, 256, MaruConfig(engine_id="x", instance_id="y", pool_size="1G")),
+    ]
+    assert {base.digest} == {other.digest for other in same}
+
+
+def test_other_weights_at_the_same_path_are_another_model(tmp_path: Path) -> None:
+    """R010: re-baked weights, also of equal size and time, and a changed config.json."""
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"a" * 3_000_000)
+    os.utime(weights, ns=(1, 1))
+    (tmp_path / "config.json").write_text("{}")
+    first = weights_fingerprint(str(tmp_path), "auto")
+    assert weights_fingerprint(str(tmp_path), "auto") == first
+    weights.write_bytes(b"a" * 2_999_999 + b"b")
+    os.utime(weights, ns=(1, 1))
+    second = weights_fingerprint(str(tmp_path), "auto")
+    os.utime(weights, ns=(2, 2))
+    third = weights_fingerprint(str(tmp_path), "auto")
+    (tmp_path / "config.json").write_text('{"rope_theta": 1}')
+    fourth = weights_fingerprint(str(tmp_path), "auto")
+    assert len({first, second, third, fourth, weights_fingerprint(str(tmp_path), "dummy")}) == 5
+    assert weights_fingerprint("org/name", "auto") == "hub"
+
+
+@pytest.mark.parametrize(
+    ("block", "asked", "used"), [(16, 256, 256), (128, 256, 256), (48, 256, 288), (528, 256, 528), (16, 8, 16)]
+)
+def test_chunks_are_whole_blocks(block: int, asked: int, used: int) -> None:
+    """A chunk size that the blocks do not divide is rounded up, with a warning."""
+    with capture_logs() as logs:
+        assert setup.aligned_chunk(asked, block) == used
+    assert [entry["event"] for entry in logs] == ([] if asked == used else ["maru.chunk_aligned"])
+
+
+@pytest.mark.parametrize("object_bytes", [1, 4096, 100_000, 5_898_240, 32 << 20, 33_554_433])
+def test_granules_waste_little(object_bytes: int) -> None:
+    """The derived granule wastes at most a hundredth of an object, unless objects are tiny."""
+    granule = setup.granule_for(object_bytes)
+    assert granule & (granule - 1) == 0
+    assert 4096 <= granule <= 2 << 20
+    waste = -(-object_bytes // granule) * granule - object_bytes
+    assert waste <= object_bytes // 100 or granule == 4096
+
+
+def kv_config(*specs: Any) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"model.layers.{index}.attn"], spec) for index, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def full(**extra: Any) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, **extra)
+
+
+@pytest.mark.parametrize(
+    ("specs", "cache_dtype", "reason"),
+    [
+        ((full(), full()), "auto", "2 KV cache groups"),
+        ((), "auto", "0 KV cache groups"),
+        ((full(sliding_window=128),), "auto", "sliding-window"),
+        ((full(head_size_v=32),), "auto", "value heads of 32"),
+        ((full(),), "fp8", "quantised"),
+        (
+            (SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=8),),
+            "auto",
+            "SlidingWindowSpec",
+        ),
+        (
+            (MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16),),
+            "auto",
+            "MLAAttentionSpec",
+        ),
+    ],
+)
+def test_what_the_format_cannot_hold_is_refused(specs: Any, cache_dtype: str, reason: str) -> None:
+    """Hybrid, sliding-window, quantised, MLA and unequal value heads get zero hits until their own work is done."""
+    config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=cache_dtype))
+    found = compat.kv_geometry(config, kv_config(*specs))
+    assert isinstance(found, str)
+    assert reason in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor parallel size 2"),
+        ({"pipeline_parallel_size": 4}, "pipeline parallel size 4"),
+        ({"runner_type": "pooling"}, "pooling"),
+    ],
+)
+def test_engines_without_support_are_refused(changes: dict[str, Any], reason: str) -> None:
+    assert reason in str(support.refused_engine(fake_config(**changes)))
+    assert support.refused_engine(fake_config()) is None
+
+
+def test_speculation_with_a_draft_model_is_refused() -> None:
+    """A draft model's layers lie in the same cache and depend on its own weights; n-grams have none."""
+    config = fake_config()
+    for method, refused in (("ngram", False), ("eagle", True), ("draft_model", True)):
+        config.speculative_config = SimpleNamespace(method=method)
+        assert (support.refused_engine(config) is not None) == refused
+
+
+def real_config(model: str, role: str = "kv_both", **extra: Any) -> VllmConfig:
+    return VllmConfig(
+        model_config=ModelConfig(model=model, skip_tokenizer_init=True, dtype="float16", seed=0),
+        cache_config=CacheConfig(block_size=16, gpu_memory_utilization=0.5, cache_dtype="auto"),
+        device_config=DeviceConfig("cpu"),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            max_model_len=64,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+        ),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="MaruKVConnector",
+            kv_connector_module_path="maru_integrations.vllm",
+            kv_role=role,
+            kv_connector_extra_config=extra,
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"maru_pool_sise": "1G"}, "maru_pool_size"),
+        ({"maru_pool_size": "lots"}, "maru_pool_size"),
+        ({"maru_kv_chunk_tokens": "many"}, "maru_kv_chunk_tokens"),
+        ({"maru_server_url": "http://somewhere"}, "maru_server_url"),
+    ],
+)
+def test_a_wrong_setting_stops_the_start(model_folder: str, extra: dict[str, Any], text: str) -> None:
+    """One clear error that names the setting, in both roles."""
+    config = real_config(model_folder, **extra)
+    for role in KVConnectorRole:
+        with pytest.raises(ConfigError, match=text):
+            MaruKVConnector(config, role, kv_config(full()))
+
+
+def test_an_unsupported_engine_starts_with_one_warning(model_folder: str) -> None:
+    """Hybrid models start as they do without Maru: every hook answers, nothing is promised, both roles."""
+    config = real_config(model_folder)
+    with capture_logs() as logs:
+        sides = [MaruKVConnector(config, role, kv_config(full(), full())) for role in KVConnectorRole]
+        scheduler = next(side for side in sides if side.role == KVConnectorRole.SCHEDULER)
+        worker = next(side for side in sides if side.role == KVConnectorRole.WORKER)
+        worker.register_kv_caches({})
+        assert worker.get_handshake_metadata() is None
+        assert scheduler.get_num_new_matched_tokens(SimpleNamespace(request_id="r"), 0) == (0, False)
+        assert scheduler.request_finished_all_groups(SimpleNamespace(request_id="r"), ([1], [2])) == (False, None)
+        assert scheduler.reset_cache() is True
+        metadata = scheduler.build_connector_meta(None)
+        worker.bind_connector_metadata(metadata)
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        assert worker.get_finished(set()) == (None, None)
+        assert worker.get_block_ids_with_load_errors() == set()
+        assert worker.build_connector_worker_meta() is None
+        for side in sides:
+            side.shutdown()
+    assert [entry["log_level"] for entry in logs] == ["warning"]
+    assert "2 KV cache groups" in logs[0]["reason"]
+
+
+def test_a_layout_that_only_the_worker_sees_disables_the_scheduler_side(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unknown page layout: one warning with shape and strides, zero hits."""
+    from tests.vllm.fake_store import FakeHandler, FakeStore
+
+    handler = FakeHandler(FakeStore())
+    monkeypatch.setattr(setup, "connect", lambda plan, role: handler)
+    monkeypatch.setattr(compat, "attention_backend", lambda *args: "NEW_ATTENTION")
+    config = real_config(model_folder)
+    scheduler = MaruKVConnector(config, KVConnectorRole.SCHEDULER, kv_config(full()))
+    worker = MaruKVConnector(config, KVConnectorRole.WORKER, kv_config(full()))
+    with capture_logs() as logs:
+        worker.register_kv_caches({"model.layers.0.attn": torch.zeros(8, 16, 2, 2, 64, dtype=torch.bfloat16)})
+        scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): worker.get_handshake_metadata()})
+    (warning,) = [entry for entry in logs if entry["event"] == "maru.disabled"]
+    assert "NEW_ATTENTION" in warning["reason"]
+    assert "(8, 16, 2, 2, 64)" in warning["reason"] or "[8, 16, 2, 2, 64]" in warning["reason"]
+    assert scheduler._scheduler is None
+    assert handler.closed
+
+
+def test_knobs_of_later_versions_warn_and_do_nothing(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.vllm.fake_store import FakeHandler, FakeStore
+
+    monkeypatch.setattr(setup, "connect", lambda plan, role: FakeHandler(FakeStore()))
+    extra = {"maru_async_store": True, "maru_use_layerwise": True, "maru_enable_layerwise_overlap": True}
+    with capture_logs() as logs:
+        MaruKVConnector(real_config(model_folder, **extra), KVConnectorRole.SCHEDULER, kv_config(full()))
+    idle = {entry["setting"] for entry in logs if entry["event"] == "maru.setting_without_effect"}
+    assert idle == {"maru_async_store", "maru_use_layerwise", "maru_overlap_load_with_compute"}
+
+
+def test_vllm_finds_the_class_and_our_overrides_fit(model_folder: str) -> None:
+    """R120: loaded by module path as vLLM does, and every override takes what the base class's method takes."""
+    import inspect
+
+    found = KVConnectorFactory.get_connector_class(real_config(model_folder).kv_transfer_config)
+    assert found is MaruKVConnector
+    assert not inspect.isabstract(found)
+    for name, method in inspect.getmembers(MaruKVConnector, inspect.isfunction):
+        base = getattr(KVConnectorBase_V1, name, None)
+        if name.startswith("_") or base is None or name not in vars(MaruKVConnector):
+            continue
+        ours, theirs = (list(inspect.signature(item).parameters) for item in (method, base))
+        assert ours == theirs, name
+    assert MaruKVConnector.requires_piecewise_for_cudagraph({}) is False
+
+
+def test_parking_follows_the_engine() -> None:
+    """Synchronous loads only where vLLM processes one step at a time."""
+    for asynchronous, pipeline, v2, parks in (
+        (False, 1, False, False),
+        (True, 1, False, True),
+        (False, 2, False, True),
+        (False, 1, True, True),
+    ):
+        config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=pipeline),
+            use_v2_model_runner=v2,
+        )
+        assert compat.parks_hits(config) is parks
