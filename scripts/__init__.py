@@ -1,0 +1,1 @@
+"""Commands of this repository, and the parts that tests and benchmarks share with them."""
