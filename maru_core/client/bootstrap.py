@@ -29,8 +29,8 @@ START_TIMEOUT = 10.0
 _POLL = 0.02
 _RETRY = 0.2
 _LOG_TAIL = 400
-#: Runs its arguments as a grandchild and exits, so that the grandchild is no descendant of whoever started this. Engines
-#: pin their threads to cores that they keep busy, and a process inherits that: the server may use every core.
+#: Runs its arguments as a grandchild and exits, so that the grandchild is no descendant of whoever started this.
+#: Engines pin their threads to cores that they keep busy, and a process inherits that: the server may use every core.
 _DETACH = """
 import os, sys
 if os.fork():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,38 +45,91 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def spawn(*arguments: str, **environ: str) -> subprocess.Popen[str]:
+    """``python ARGUMENTS`` in a session of its own, so that :func:`end` reaches what it starts."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=REPOSITORY,
+        env=engine_environment(**environ),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill the process and all of its group, and close the pipes."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(10)
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        with suppress(BrokenPipeError):
+            stream.close()
+
+
+class Served:
+    """An engine that runs :mod:`tests.engine.served`; ``ask`` waits for its answer."""
+
+    def __init__(self, model: Path, connector: dict[str, Any] | None) -> None:
+        self.process = spawn("-m", "tests.engine.served", str(model), json.dumps(connector))
+        self._lines: queue.Queue[str] = queue.Queue()
+        self._tail: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("RESULT "):
+                self._lines.put(line.removeprefix("RESULT "))
+            else:
+                self._tail = [*self._tail[-60:], line]
+        self._lines.put("")
+
+    def result(self, within: float = 300) -> Any:
+        """The next answer; fails with the engine's last lines when it ended instead."""
+        line = self._lines.get(timeout=within)
+        assert line, "the engine ended:\n" + "".join(self._tail)
+        return json.loads(line)
+
+    def send(self, *prompts: list[int], tokens: int = 12, forget: bool = False) -> None:
+        """Ask without waiting. ``forget``: empty vLLM's own prefix cache first."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"prompts": prompts, "tokens": tokens, "forget": forget}) + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, *prompts: list[int], tokens: int = 12, forget: bool = False) -> Any:
+        """Ask and wait."""
+        self.send(*prompts, tokens=tokens, forget=forget)
+        return self.result()
+
+    def close(self) -> None:
+        """End the engine, at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self._reader.join(10)
+        end(self.process)
+
+
 @pytest.fixture(scope="module")
-def run_python() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start ``python ARGUMENTS`` in a process group that ends with the test."""
-    started: list[subprocess.Popen[str]] = []
+def serve() -> Iterator[Callable[..., Served]]:
+    """``serve(model, connector)`` starts an engine that ends with the module's tests."""
+    started: list[Served] = []
 
-    def run(*arguments: str, **environ: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=REPOSITORY,
-            env=engine_environment(**environ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        started.append(process)
-        return process
+    def start(model: Path, connector: dict[str, Any] | None) -> Served:
+        started.append(Served(model, connector))
+        return started[-1]
 
-    yield run
-    for process in started:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-        process.wait(10)
+    yield start
+    for engine in started:
+        engine.close()
 
 
 def result_of(output: str) -> Any:
     """The JSON object behind RESULT in a scenario's output; fails with the output's end when there is none."""
-    import json
-
     for line in reversed(output.splitlines()):
         if line.startswith("RESULT "):
             return json.loads(line.removeprefix("RESULT "))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,51 +15,13 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import REPOSITORY
+from tests.engine.conftest import REPOSITORY, Served
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 CHUNK = 256
 TOKENS = 12
 POOL = 256 << 20
-
-
-class Served:
-    """One engine process; ``ask`` waits for its answer."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self._lines: queue.Queue[str] = queue.Queue()
-        self._tail: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("RESULT "):
-                self._lines.put(line.removeprefix("RESULT "))
-            else:
-                self._tail = [*self._tail[-60:], line]
-        self._lines.put("")
-
-    def result(self, within: float = 300) -> Any:
-        line = self._lines.get(timeout=within)
-        assert line, "the engine ended:\n" + "".join(self._tail)
-        return json.loads(line)
-
-    def send(self, *prompts: list[int], tokens: int = TOKENS, forget: bool = False) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"prompts": prompts, "tokens": tokens, "forget": forget}) + "\n")
-        self.process.stdin.flush()
-
-    def ask(self, *prompts: list[int], tokens: int = TOKENS, forget: bool = False) -> Any:
-        self.send(*prompts, tokens=tokens, forget=forget)
-        return self.result()
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(60)
 
 
 def text(tokenizer: Any, count: int, seed: int) -> list[int]:
@@ -102,9 +62,9 @@ def prompts(model: Path) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def reference(model: Path, prompts: dict[str, list[int]], run_python: Callable[..., Any]) -> dict[str, list[int]]:
+def reference(model: Path, prompts: dict[str, list[int]], serve: Callable[..., Served]) -> dict[str, list[int]]:
     """Greedy answers of an engine without Maru, each computed from nothing."""
-    engine = Served(run_python("-m", "tests.engine.served", str(model), "null"))
+    engine = serve(model, None)
     assert engine.result() == "ready"
     answers = {name: engine.ask(ids, forget=True)["answers"][0] for name, ids in prompts.items()}
     engine.close()
@@ -125,11 +85,11 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def engines(
-    model: Path, runtime: Path, reference: dict[str, list[int]], run_python: Callable[..., Any]
+    model: Path, runtime: Path, reference: dict[str, list[int]], serve: Callable[..., Served]
 ) -> tuple[Served, Served]:
     """Two engines that start at the same time, with nothing else running: one of them starts the server."""
-    connector = json.dumps({"maru_pool_size": POOL, "maru_runtime_dir": str(runtime), "maru_lookup_timeout": 1})
-    pair = [Served(run_python("-m", "tests.engine.served", str(model), connector)) for _ in range(2)]
+    connector = {"maru_pool_size": POOL, "maru_runtime_dir": str(runtime), "maru_lookup_timeout": 1}
+    pair = [serve(model, connector) for _ in range(2)]
     for engine in pair:
         assert engine.result() == "ready"
     return pair[0], pair[1]

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.conftest import result_of
+from tests.engine.conftest import end, result_of, spawn
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def results(
-    tiny_model: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    run_python: Callable[..., subprocess.Popen[str]],
-) -> dict[str, Any]:
+def results(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     runtime = tmp_path_factory.mktemp("run")
-    process = run_python("-m", "tests.engine.tiny", str(tiny_model), str(runtime), VLLM_ENABLE_V1_MULTIPROCESSING="0")
-    output, _ = process.communicate(timeout=500)
+    process = spawn("-m", "tests.engine.tiny", str(tiny_model), str(runtime), VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    try:
+        output, _ = process.communicate(timeout=500)
+    finally:
+        end(process)
     found: dict[str, Any] = result_of(output)
     return found
 
