@@ -60,7 +60,8 @@ def maru_before_read(region: Region, extents: Sequence[ReadExtent]) -> None:
     """These extents of ``region`` are about to be read.
 
     Runs in the client, on the thread that loads, on the hot path: it must return within microseconds. Extents are
-    sorted by offset. A read may still be given up after this call.
+    sorted by offset. A read may still be given up after this call. Engines' loads are announced; a ``memoryview`` that
+    :meth:`MaruHandler.retrieve` hands out is not, because nobody knows when it will be read.
     """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,10 @@ class Located:
     def view(self, index: int) -> memoryview:
         """Bytes of object ``index``; raises StaleEpoch when the pools were unmapped since."""
         return self._regions.view(self.entries[index], self.lengths[index])
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Wrap the copy in this: tells device hints what is about to be read, and when that is over."""
+        return self._regions.reading(self.entries, self.lengths)
 
     def verify_one(self, index: int) -> bool:
         """:meth:`verify` for object ``index`` alone."""

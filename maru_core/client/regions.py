@@ -6,10 +6,11 @@ import struct
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from maru_core.client.columns import check_place
-from maru_core.contracts import Region, StorageBackend
+from maru_core.contracts import ReadExtent, Region, StorageBackend
 from maru_core.errors import BackendError, StaleEpoch
 from maru_core.pool_format import DIGEST_SIZE, HEADER_SIZE, HEADER_VIEW_OFFSET, State
 from maru_core.protocol.messages import PoolDescriptor
@@ -31,6 +32,12 @@ class Backends(Protocol):
         """Tell the device hints."""
 
     def region_unmapping(self, region: Region) -> None:
+        """Tell the device hints."""
+
+    def before_read(self, region: Region, extents: Sequence[ReadExtent]) -> None:
+        """Tell the device hints."""
+
+    def after_read(self, region: Region, extents: Sequence[ReadExtent]) -> None:
         """Tell the device hints."""
 
 
@@ -85,6 +92,23 @@ class Regions:
             if not self._closed:
                 raise
             raise _gone() from None
+
+    @contextmanager
+    def reading(self, entries: Sequence[int], lengths: Sequence[int]) -> Iterator[None]:
+        """Announce a read of these objects to the device hints, and its end."""
+        extents: dict[int, list[ReadExtent]] = {}
+        regions: dict[int, Region] = {}
+        for entry, length in sorted(zip(entries, lengths, strict=True)):
+            pool = check_place(entry, length, self._pools)
+            regions[pool.pool] = self.of(pool)
+            extents.setdefault(pool.pool, []).append(ReadExtent(pool.pool, _offset(pool, entry), length))
+        for number, region in regions.items():
+            self._host.before_read(region, extents[number])
+        try:
+            yield
+        finally:
+            for number, region in regions.items():
+                self._host.after_read(region, extents[number])
 
     def publish(self, entries: Sequence[int], lengths: Sequence[int]) -> None:
         """Make the bytes of these objects visible to every reader. Runs of adjacent objects are published at once."""

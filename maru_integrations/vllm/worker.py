@@ -81,7 +81,8 @@ class MaruWorker:
             )
             for index in range(wanted)
         ]
-        self._link.transfer.load(op.blocks, copies)
+        with located.reading():
+            self._link.transfer.load(op.blocks, copies)
         good = next((index for index, fine in enumerate(located.verify()) if not fine), wanted)
         if self._log_timing:
             self._log.info("maru.load", request=op.request_id, chunks=wanted, ms=_since(start))

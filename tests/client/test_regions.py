@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maru_core.client.regions import Regions
-from maru_core.contracts import PoolRequest
+from maru_core.contracts import PoolRequest, ReadExtent, Region
 from maru_core.errors import ProtocolError, StaleEpoch
 from maru_core.fakes import FakeBackend
 from maru_core.host import PluginHost
+from maru_core.plugin import hookimpl
 
 GRANULE = 4096
 
@@ -81,3 +84,40 @@ def test_after_close_nothing_is_handed_out() -> None:
     with pytest.raises(StaleEpoch):
         regions.publish([0], [1])
     assert regions.verify([0], [1], [1]) == [False]
+
+
+class Reads:
+    """A device hint that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int, list[tuple[int, int]]]] = []
+
+    @hookimpl
+    def maru_before_read(self, region: Region, extents: Sequence[ReadExtent]) -> None:
+        self.told.append(("before", region.descriptor.pool, [(item.offset, item.length) for item in extents]))
+
+    @hookimpl
+    def maru_after_read(self, region: Region, extents: Sequence[ReadExtent]) -> None:
+        self.told.append(("after", region.descriptor.pool, [(item.offset, item.length) for item in extents]))
+
+
+def test_a_read_is_announced_to_device_hints_and_its_end_too() -> None:
+    """Per pool, sorted by offset, also when the copy fails."""
+    _, (first, second) = two_pools()
+    reads = Reads()
+    regions = Regions([first, second], PluginHost.with_plugins({"reads": reads}), bytes(16))
+    regions.of = lambda pool: SimpleNamespace(descriptor=pool)  # type: ignore[assignment, method-assign, return-value]
+    entries = [first.entry_count + 1, 4, 2]  # type: ignore[attr-defined]
+
+    def torn_copy() -> None:
+        with regions.reading(entries, [10, 20, 30]):
+            assert [item[:2] for item in reads.told] == [("before", 0), ("before", 1)]
+            raise OSError("torn")
+
+    with pytest.raises(OSError, match="torn"):
+        torn_copy()
+    at = first.data_offset  # type: ignore[attr-defined]
+    assert reads.told[0][2] == [(at + 2 * GRANULE, 30), (at + 4 * GRANULE, 20)]
+    assert reads.told[1][2] == [(second.data_offset + GRANULE, 10)]  # type: ignore[attr-defined]
+    assert [item[:2] for item in reads.told[2:]] == [("after", 0), ("after", 1)]
+    assert [item[2] for item in reads.told[2:]] == [item[2] for item in reads.told[:2]]

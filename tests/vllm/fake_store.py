@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from attrs import define, field
 
@@ -74,6 +75,9 @@ class FakeLocated:
             self.store.fail_loads -= 1
             raise OSError("injected: the pool cannot be read")
         return memoryview(self.store.by_entry[self.entries[index]].data)
+
+    def reading(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def verify(self) -> list[bool]:
         found = [self.store.by_entry[entry] for entry in self.entries]
