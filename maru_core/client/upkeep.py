@@ -121,7 +121,8 @@ class Upkeep:
                 self._went_down(error)
                 pause = RETRY_INTERVAL
             except MaruError as error:
-                self._went_down(error)
+                # Before the first session the caller of connect() gets it as an exception.
+                self._went_down(error, "warning" if self._settled.is_set() else "debug")
                 if not self._settled.is_set():
                     self._fatal = error
                     self._settled.set()
@@ -205,7 +206,7 @@ class Upkeep:
                 link.live = None
             link.note("info", "maru link up", url=link.url, epoch=session.epoch, session=session.id)
 
-    def _went_down(self, error: MaruError) -> None:
+    def _went_down(self, error: MaruError, level: str = "warning") -> None:
         link = self._link
         link.live = None
         if link.closed:
@@ -214,7 +215,7 @@ class Upkeep:
         # Each reason once per outage, however often it is tried again.
         if str(error) not in self._told:
             self._told.add(str(error))
-            link.note("warning", "maru link down", url=link.url, reason=str(error))
+            link.note(level, "maru link down", url=link.url, reason=str(error))
 
     def _flush(self, session: Session, closing: bool = False) -> None:
         """Deliver put-off work; what cannot be delivered stays for the next round."""

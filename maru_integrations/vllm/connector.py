@@ -74,7 +74,7 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler side ------------------------------------------------------------------------------------------
 
-    def _start_scheduler(self, plan: setup.Plan) -> MaruScheduler:
+    def _start_scheduler(self, plan: setup.Plan) -> MaruScheduler | None:
         from maru_integrations.vllm.scheduler import MaruScheduler, SchedulerSettings
 
         transfer = self._vllm_config.kv_transfer_config
@@ -86,7 +86,12 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             parks=compat.parks_hits(self._vllm_config) or plan.config.async_load,
             lookup_timeout=plan.config.lookup_timeout,
         )
-        return MaruScheduler(setup.connect(plan, "scheduler"), plan.namespace, settings)
+        try:
+            handler = setup.connect(plan, "scheduler")
+        except MaruError as error:
+            self._refuse(str(error), tell=True)
+            return None
+        return MaruScheduler(handler, plan.namespace, settings)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """What the workers found out about the layout, before the first request."""
@@ -182,8 +187,15 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             chunk_tokens=plan.chunk_tokens,
             log_timing=plan.config.log_timing,
         )
-        self._guard.run("connect", lambda: None, worker.connect)
+        self._guard.run("connect", lambda: None, self._connect_worker, worker)
         return worker
+
+    def _connect_worker(self, worker: MaruWorker) -> None:
+        try:
+            worker.connect()
+        except MaruError as error:
+            # The scheduler side meets the same server and tells; what only the worker meets, its first step tells.
+            self._log.info("maru.worker_not_connected", reason=str(error), next="tried again by the first request")
 
     def get_handshake_metadata(self) -> MaruHandshake | None:
         """Tells the scheduler side whether this worker can serve the layout."""

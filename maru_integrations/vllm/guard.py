@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import structlog
 
+from maru_core.errors import MaruError
+
 T = TypeVar("T")
 
 
@@ -28,5 +30,8 @@ class Guard:
             kind = (hook, type(error).__name__)
             if kind not in self._told:
                 self._told.add(kind)
-                self._log.error("maru.hook_failed", hook=hook, error=str(error), exc_info=True)
+                if isinstance(error, MaruError):  # says all there is to say
+                    self._log.warning("maru.hook_failed", hook=hook, error=str(error))
+                else:
+                    self._log.error("maru.hook_failed", hook=hook, error=str(error), exc_info=True)
             return fallback()

@@ -310,3 +310,34 @@ def test_parking_follows_the_engine() -> None:
             use_v2_model_runner=v2,
         )
         assert compat.parks_hits(config) is parks
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"maru_pool_size": "9000G"}, "9663676416000"),
+        ({"maru_pool_path": "/proc/nowhere"}, "/proc/nowhere"),
+        ({"maru_storage_backend": "vendor"}, "vendor"),
+        ({"maru_runtime_dir": "/proc/nowhere"}, "/proc/nowhere"),
+    ],
+)
+def test_a_server_that_cannot_start_is_one_warning(
+    model_folder: str, maru_runtime_dir: Path, extra: dict[str, Any], text: str
+) -> None:
+    """Pool too large, folder unusable: the engine starts, one warning names the reason, no traceback, no hits."""
+    config = real_config(model_folder, **{"maru_runtime_dir": str(maru_runtime_dir), **extra})
+    with capture_logs() as logs:
+        worker = MaruKVConnector(config, KVConnectorRole.WORKER, kv_config(full()))
+        compat_name = compat.attention_backend
+        compat.attention_backend = lambda *args: "FLASH_ATTN"  # type: ignore[assignment]
+        try:
+            worker.register_kv_caches({"model.layers.0.attn": torch.zeros(2, 8, 16, 2, 64, dtype=torch.bfloat16)})
+        finally:
+            compat.attention_backend = compat_name
+        scheduler = MaruKVConnector(config, KVConnectorRole.SCHEDULER, kv_config(full()))
+        scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+    loud = [entry for entry in logs if entry["log_level"] not in ("info", "debug")]
+    assert [entry["event"] for entry in loud] == ["maru.disabled"]
+    assert text in loud[0]["reason"]
+    assert not any("exc_info" in entry for entry in logs)
+    assert scheduler.get_num_new_matched_tokens(SimpleNamespace(request_id="r"), 0) == (0, False)
