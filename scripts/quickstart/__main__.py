@@ -40,8 +40,9 @@ def place_for(python: str, cache: Path) -> Iterator[Place]:
     try:
         shared = Path("/dev/shm")
         roomy = shared.is_dir() and shutil.disk_usage(shared).free > 2 * engines.POOL_BYTES
-        # Containers often have 64 MB there; a plain file does for this once.
-        pools = Path(tempfile.mkdtemp(prefix="maru-quickstart-", dir=shared if roomy else runtime))
+        # Containers often have 64 MB there; a plain file does for this once. Another name than Maru's own folders have:
+        # any server that starts removes those that are empty.
+        pools = Path(tempfile.mkdtemp(prefix="quickstart-pool-", dir=shared if roomy else runtime))
         yield Place(ROOT, python, logs, runtime, pools, engines.usable_cpus())
     finally:
         for folder in filter(None, (pools, runtime)):

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from scripts.quickstart.segments import mapped_segments, remove_segments
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 #: Seconds that a process gets to end by itself after SIGTERM.
@@ -105,6 +107,7 @@ class Processes:
         self._end([], descendants)
 
     def _end(self, children: Sequence[Child], members: Callable[[], list[int]]) -> None:
+        segments = mapped_segments(members())
         for child in children:
             if child.process.poll() is None:
                 _signal(child.process.pid, signal.SIGTERM)
@@ -117,11 +120,13 @@ class Processes:
                 children = ()
             time.sleep(0.02)
         while pids := members():
+            segments |= mapped_segments(pids)
             for pid in pids:
                 _signal(pid, signal.SIGKILL)
             self._reap(children)
             time.sleep(0.01)
         self._reap(children)
+        remove_segments(segments)
 
     def _reap(self, children: Sequence[Child]) -> None:
         for child in children:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,11 @@ class Handler(BaseHTTPRequestHandler):
 
 def engine(arguments: Sequence[str]) -> None:
     Handler.shares = "--kv-transfer-config" in arguments
+    # As vLLM does for its workers; nobody of this engine ever unlinks it.
+    segment = shared_memory.SharedMemory(create=True, size=4096)
+    resource_tracker.unregister(f"/{segment.name}", "shared_memory")
+    with (STATE / "segments").open("a") as segments:
+        segments.write(f"/dev/shm/{segment.name}\n")
     stand_still("start")
     HTTPServer(("127.0.0.1", int(arguments[arguments.index("--port") + 1])), Handler).serve_forever()
 
@@ -120,6 +126,7 @@ def serve(arguments: Sequence[str]) -> None:
     runtime = Path(arguments[arguments.index("--runtime-dir") + 1])
     (runtime / "server.json").write_text("{}")
     (STATE / "pools").write_text(arguments[arguments.index("--pool-path") + 1])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit((STATE / "server-ended").write_text("in good order")))
     signal.pause()
 
 
