@@ -43,6 +43,7 @@ class Child:
         self.name = name
         self.process = process
         self.log = log
+        self.segments: set[Path] = set()
 
     def returncode(self) -> int | None:
         """``None`` while it runs."""
@@ -94,6 +95,11 @@ class Processes:
             self._children.append(child)
         return child
 
+    def remember_segments(self) -> None:
+        """Note the shared memory of all children, for the case that one dies without removing its own."""
+        for child in self._children:
+            child.segments |= mapped_segments(session_members(child.process.pid))
+
     def end(self, child: Child) -> None:
         """End one child and everything in its session."""
         self._end([child], lambda: session_members(child.process.pid))
@@ -107,7 +113,7 @@ class Processes:
         self._end([], descendants)
 
     def _end(self, children: Sequence[Child], members: Callable[[], list[int]]) -> None:
-        segments = mapped_segments(members())
+        segments = mapped_segments(members()).union(*(child.segments for child in children))
         for child in children:
             if child.process.poll() is None:
                 _signal(child.process.pid, signal.SIGTERM)

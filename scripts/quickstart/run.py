@@ -71,6 +71,7 @@ class Run:
         for name, engine in api.items():
             self._wait(list(children.values()), engine.is_ready, _START_TIMEOUT)
             self._progress.note(f"{children[name].name} serves")
+        self._processes.remember_segments()
         for engine in api.values():
             # The first request of an engine pays for things that have nothing to do with its prompt.
             engine.chat("Say hello.", 4)
