@@ -39,10 +39,11 @@ class Interrupted(BaseException):
 class Child:
     """One started command."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path, service: bool) -> None:
         self.name = name
         self.process = process
         self.log = log
+        self.service = service
         self.segments: set[Path] = set()
 
     def returncode(self) -> int | None:
@@ -79,8 +80,13 @@ class Processes:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def start(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
-        """Start a command that writes into ``log``; raises OSError when there is no such program."""
+    def start(
+        self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str], *, service: bool = False
+    ) -> Child:
+        """Start a command that writes into ``log``; raises OSError when there is no such program.
+
+        A ``service`` is ended after those that are none.
+        """
         with self._signals_held(), log.open("ab") as sink:
             process = subprocess.Popen(
                 command,
@@ -91,7 +97,7 @@ class Processes:
                 start_new_session=True,
                 preexec_fn=self._end_with_parent,
             )
-            child = Child(name, process, log)
+            child = Child(name, process, log, service)
             self._children.append(child)
         return child
 
@@ -102,15 +108,19 @@ class Processes:
 
     def end(self, child: Child) -> None:
         """End one child and everything in its session."""
-        self._end([child], lambda: session_members(child.process.pid))
-        child.process.wait()
-        self._children.remove(child)
+        self._end_together([child])
 
     def _end_all(self) -> None:
-        # In reverse: whoever uses a service ends before it.
-        for child in reversed(list(self._children)):
-            self.end(child)
+        # Whoever uses a service ends before it.
+        for services in (False, True):
+            self._end_together([child for child in self._children if child.service == services])
         self._end([], descendants)
+
+    def _end_together(self, children: Sequence[Child]) -> None:
+        self._end(children, lambda: [pid for child in children for pid in session_members(child.process.pid)])
+        for child in children:
+            child.process.wait()
+            self._children.remove(child)
 
     def _end(self, children: Sequence[Child], members: Callable[[], list[int]]) -> None:
         segments = mapped_segments(members()).union(*(child.segments for child in children))
