@@ -29,8 +29,15 @@ START_TIMEOUT = 10.0
 _POLL = 0.02
 _RETRY = 0.2
 _LOG_TAIL = 400
-#: Runs its arguments as a grandchild and exits, so that the grandchild is no descendant of whoever started this.
-_DETACH = "import os, sys\nif os.fork():\n    os._exit(0)\nos.execv(sys.argv[1], sys.argv[1:])"
+#: Runs its arguments as a grandchild and exits, so that the grandchild is no descendant of whoever started this. Engines
+#: pin their threads to cores that they keep busy, and a process inherits that: the server may use every core.
+_DETACH = """
+import os, sys
+if os.fork():
+    os._exit(0)
+os.sched_setaffinity(0, range(os.cpu_count() or 1))
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 class ServerStarter:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Generator
-from itertools import count
+from itertools import compress, count
 from typing import Any, Protocol
 
 import msgpack
@@ -475,6 +475,8 @@ class Handlers:
         return [current]
 
 
+#: 1 for NEW, else 0: the whole column is looked at in one go, so it has to be quick.
+_IS_NEW = bytes(status == ReserveStatus.NEW for status in range(256))
 _WITHOUT_EPOCH = frozenset({int(Op.HELLO), int(Op.PING), int(Op.STATS)})
 _WITHOUT_SESSION = frozenset({int(Op.PING), int(Op.STATS)})
 _ATTACHED_ONLY = frozenset(
@@ -486,5 +488,5 @@ def _taken(statuses: bytearray, entries: array[int], generations: array[int]) ->
     """Entries and generations of the keys that were answered NEW."""
     if not any(statuses):
         return entries, generations
-    new = [at for at, status in enumerate(statuses) if status == ReserveStatus.NEW]
-    return array("I", [entries[at] for at in new]), array("I", [generations[at] for at in new])
+    new = statuses.translate(_IS_NEW)
+    return array("I", compress(entries, new)), array("I", compress(generations, new))

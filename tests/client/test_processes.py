@@ -36,6 +36,7 @@ def test_the_started_server_outlives_its_engine_and_is_detached(folder: Folder) 
     """vLLM ends every descendant of an engine when it stops, so while the engine lives the server is none of them."""
     parents = (
         "import os, re\n"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "h = connect()\n"
         "print(h.store('a', b'1'))\n"
         "pid, seen = h.stats()['server']['pid'], []\n"
@@ -49,7 +50,8 @@ def test_the_started_server_outlives_its_engine_and_is_detached(folder: Folder) 
     assert "STORED" in out, err
     assert out.strip().endswith("False")
     pid = folder.pid()
-    assert os.getsid(pid) not in (os.getsid(0), os.getsid(os.getpid()))
+    assert os.getsid(pid) != os.getsid(0)
+    assert os.sched_getaffinity(pid) == os.sched_getaffinity(0), "an engine's pinning is its own"
     assert Path(f"/proc/{pid}/cwd").resolve() == Path("/")
     handler = folder.connect()
     assert handler.stats()["server"]["pid"] == pid
