@@ -116,6 +116,8 @@ def engine(arguments: Sequence[str]) -> None:
     # As vLLM does for its workers; nobody of this engine ever unlinks it.
     segment = shared_memory.SharedMemory(create=True, size=4096)
     resource_tracker.unregister(f"/{segment.name}", "shared_memory")
+    with (STATE / "engines").open("a") as engines:
+        engines.write(f"{os.getpid()} ")
     with (STATE / "segments").open("a") as segments:
         segments.write(f"/dev/shm/{segment.name}\n")
     stand_still("start")
@@ -126,7 +128,13 @@ def serve(arguments: Sequence[str]) -> None:
     runtime = Path(arguments[arguments.index("--runtime-dir") + 1])
     (runtime / "server.json").write_text("{}")
     (STATE / "pools").write_text(arguments[arguments.index("--pool-path") + 1])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit((STATE / "server-ended").write_text("in good order")))
+
+    def ended(*_: object) -> None:
+        alive = [pid for pid in (STATE / "engines").read_text().split() if Path("/proc", pid).exists()]
+        (STATE / "server-ended").write_text(f"before engines {alive}" if alive else "in good order")
+        sys.exit()
+
+    signal.signal(signal.SIGTERM, ended)
     signal.pause()
 
 

@@ -173,6 +173,41 @@ def test_an_interrupt_at_any_moment_leaves_no_process_behind(quickstart: Quickst
     assert quickstart.left_behind() == []
 
 
+SIGNAL_BETWEEN_FORK_AND_NOTE = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from scripts.quickstart.processes import Interrupted, Processes
+real = subprocess.Popen
+def popen(*arguments, **options):
+    process = real(*arguments, **options)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return process
+subprocess.Popen = popen
+try:
+    with Processes() as processes:
+        processes.start("sleep", ["sleep", "600"], Path(sys.argv[1]), os.environ)
+        print("went on")
+except Interrupted as interrupted:
+    print(interrupted.number)
+"""
+
+
+def test_a_signal_in_the_middle_of_a_start_loses_no_process(quickstart: Quickstart, tmp_path: Path) -> None:
+    environment = os.environ | {MARK: quickstart.mark, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SIGNAL_BETWEEN_FORK_AND_NOTE, str(tmp_path / "log")]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    assert run.stdout == f"{int(signal.SIGTERM)}\n", run.stderr
+    assert quickstart.left_behind() == []
+
+
+def test_children_of_a_killed_run_are_told(quickstart: Quickstart) -> None:
+    process = quickstart.start(FAKE_HANG="start")
+    quickstart.wait_for("hangs")
+    process.kill()
+    process.communicate(timeout=30)
+    quickstart.wait_for("server-ended")
+
+
 def test_wrong_options_are_refused_before_anything_starts(quickstart: Quickstart) -> None:
     run = quickstart.run("--json", "/no/such/folder/x.json")
     assert run.returncode == 2
