@@ -91,7 +91,11 @@ def main(arguments: Sequence[str]) -> int:
         with place_for(python, cache) as place, Processes() as processes:
             progress.step(f"logs are in {place.logs}")
             run = Run(place, processes, progress)
-            passed = execute(run, place, options.json, None if options.python else sys.executable)
+            try:
+                passed = execute(run, place, options.json, None if options.python else sys.executable)
+            except Interrupted as signal:
+                progress.step(f"{signal}: ending all processes (once more: at once)")
+                raise
             progress.step("ending all processes")
     except Interrupted as signal:
         progress.step(f"{signal}: everything was ended; logs are in {place.logs}")

@@ -26,6 +26,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 GRACE = 6.0
 #: And whoever it started, after that.
 _HELPERS_GRACE = 1.5
+#: What their trackers of shared memory get after that.
+_TRACKERS_GRACE = 3.0
 
 
 class Interrupted(BaseException):
@@ -135,9 +137,12 @@ class Processes:
                 deadline = min(deadline, time.monotonic() + _HELPERS_GRACE)
                 children = ()
             time.sleep(0.02)
+        tracked = time.monotonic() + _TRACKERS_GRACE
         while pids := members():
             segments |= mapped_segments(pids)
-            for pid in pids:
+            # Python's resource trackers end when the others have, and remove what those have left in /dev/shm.
+            others = [pid for pid in pids if not _is_tracker(pid)]
+            for pid in others or (pids if time.monotonic() > tracked else []):
                 _signal(pid, signal.SIGKILL)
             self._reap(children)
             time.sleep(0.01)
@@ -209,6 +214,13 @@ def descendants() -> list[int]:
     while more := {pid for pid, stat in found.items() if stat.parent in below} - below:
         below |= more
     return [pid for pid in below - {os.getpid()} if found[pid].state != "Z"]
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path("/proc", str(pid), "cmdline").read_bytes()
+    except OSError:  # gone meanwhile
+        return False
 
 
 def _signal(pid: int, number: int) -> None:

@@ -127,7 +127,7 @@ def engine(arguments: Sequence[str]) -> None:
 def serve(arguments: Sequence[str]) -> None:
     runtime = Path(arguments[arguments.index("--runtime-dir") + 1])
     (runtime / "server.json").write_text("{}")
-    (STATE / "pools").write_text(arguments[arguments.index("--pool-path") + 1])
+    (STATE / "pools").write_text(f"{arguments[arguments.index('--pool-path') + 1]}\n{runtime}\n")
 
     def ended(*_: object) -> None:
         alive = [pid for pid in (STATE / "engines").read_text().split() if Path("/proc", pid).exists()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,6 +84,10 @@ def quickstart(tmp_path: Path) -> Iterator[Quickstart]:
     yield run
     for pid in marked(run.mark):
         os.kill(pid, signal.SIGKILL)
+    # Of runs that were killed, or of tests that failed.
+    for path in run.left_behind():
+        if isinstance(path, Path):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def test_a_run_reports_what_was_reused_and_leaves_nothing(quickstart: Quickstart) -> None:
