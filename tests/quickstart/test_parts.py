@@ -45,8 +45,13 @@ def test_progress_is_shown_in_a_log_and_in_a_terminal() -> None:
 
 @pytest.mark.parametrize(("figure", "code"), [(1.0, 0), (1.1, 1), (float("nan"), 1)])
 def test_a_missed_bound_decides_the_exit_status(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], figure: float, code: int
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    figure: float,
+    code: int,
 ) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
     outcome = Outcome([["what", "ms"], ["it", "1"]], {"it": 1}, [Bound("it", figure, 1.0)])
     target = tmp_path / "figures.json"
     assert main("about", lambda options: outcome, arguments=["--json", str(target)]) == code
