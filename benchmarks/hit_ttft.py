@@ -77,7 +77,7 @@ def measure(options: argparse.Namespace) -> Outcome:
     timings: dict[str, tuple[list[Timing], list[Timing]]] = {}
     with ExitStack() as stack:
         folder = stack.enter_context(scratch())
-        shared = stack.enter_context(tempfile.TemporaryDirectory(prefix="maru-bench-", dir="/dev/shm"))
+        shared = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-example-", dir="/dev/shm"))
         with maru_server(folder, "2G") as transfer:
             timings["Maru"] = measure_engine(model, "maru", folder, transfer, options)
         timings["vLLM's own prefix cache"] = measure_engine(model, "own-cache", folder, None, options)

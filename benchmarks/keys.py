@@ -6,13 +6,15 @@ Exits with 1 when a bound is missed. Run: ``python benchmarks/keys.py [--json FI
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.outcome import Bound, Outcome, main
 from maru_core.keys import KeyChain
 
 PROMPT_TOKENS = 8192
@@ -71,22 +73,12 @@ def measure() -> dict[str, float]:
     }
 
 
-def main() -> int:
-    """Measure, print, compare with the bounds."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    arguments = parser.parse_args()
+def run(options: argparse.Namespace) -> Outcome:
+    """Figures beside their bounds."""
     figures = measure()
-    missed = [name for name, bound in BOUNDS_MS.items() if figures[name] > bound]
-    for name, figure in figures.items():
-        bound = BOUNDS_MS.get(name)
-        print(
-            f"{name:32} {figure:9.4f}" + (f"  (at most {bound}{', MISSED' if name in missed else ''})" if bound else "")
-        )
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"figures": figures, "bounds": BOUNDS_MS, "missed": missed}, indent=2))
-    return 1 if missed else 0
+    bounds = [Bound(name, figures[name], limit) for name, limit in BOUNDS_MS.items()]
+    return Outcome([["figure", "ms"], *([name, f"{value:.4f}"] for name, value in figures.items())], figures, bounds)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, run))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import json
 import os
 import random
 import secrets
@@ -34,6 +33,7 @@ import zmq
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.outcome import Bound, Outcome, main  # noqa: E402
 from maru_core.pool_format import NO_KEY  # noqa: E402
 from maru_core.protocol import PROTOCOL_VERSION, Code, Op  # noqa: E402
 from maru_core.protocol.codec import column_u8, pack_u32, pack_u64, unpack_u32, unpack_u64  # noqa: E402
@@ -244,53 +244,49 @@ def measure_fairness(url: str, seconds: float) -> dict[str, float]:
     return results
 
 
-def main() -> int:
-    """Measure, print, and say by the exit status whether the limits hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3000, help="rounds per phase, at least 2000 for a valid median")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--fairness", action="store_true", help="measure fairness instead")
-    parser.add_argument("--echo", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.echo:
-        serve_echo(options.echo)
-    folder = Path(tempfile.mkdtemp(prefix="maru-b-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+def measure(options: argparse.Namespace) -> Outcome:
+    """Operations, or fairness, in a folder of their own."""
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     try:
-        figures, failed = run_fairness(folder) if options.fairness else run_operations(folder, options.rounds)
+        return run_fairness(folder) if options.fairness else run_operations(folder, options.rounds)
     finally:
         shutil.rmtree(folder)
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    return int(failed)
 
 
-def run_operations(folder: Path, rounds: int) -> tuple[dict[str, Any], bool]:
-    """Table of operations; whether one is over the limit."""
+def run_operations(folder: Path, rounds: int) -> Outcome:
+    """Table of operations, each beside the echo."""
     size = rounds * BATCH * (GRANULE + 128) + (1 << 20)
     echo_url = f"ipc://{folder}/echo.sock"
     echo = [sys.executable, __file__, "--echo", echo_url]
     with process(server_command(folder, size)) as url, process(echo) as where:
         results = measure_operations(url, where, rounds)
-    failed = False
-    print(f"{BATCH} keys per call, medians of {rounds}, client and header writes included")
-    print(f"{'pool':6}{'call':10}{'µs':>8}{'x echo':>8}")
+    table = [["pool, call", "µs", "x echo"]]
+    bounds = []
     for phase, medians in results.items():
         for name, value in medians.items():
             ratio = value / medians["echo"]
-            over = ratio > LIMIT
-            failed |= over
-            print(f"{phase:6}{name:10}{value:8.1f}{ratio:8.2f}{'   over ' + str(LIMIT) if over else ''}")
-    return results, failed
+            table.append([f"{phase}, {name}", f"{value:.1f}", f"{ratio:.2f}"])
+            if name != "echo":
+                bounds.append(Bound(f"{name} / echo, {phase} pool", ratio, LIMIT))
+    note = f"{BATCH} keys per call, medians of {rounds}, client and header writes included"
+    return Outcome(table, results, bounds, [note])
 
 
-def run_fairness(folder: Path) -> tuple[dict[str, Any], bool]:
-    """Table of latencies; whether the server looked away for too long."""
+def run_fairness(folder: Path) -> Outcome:
+    """Table of latencies, and the longest time that the server did not look at others."""
     with process(server_command(folder, 120_000 * (GRANULE + 128))) as url:
         results = measure_fairness(url, 8.0)
-    for name, value in results.items():
-        print(f"{name:20}{value:10.2f}")
-    return results, results["longest_turn_ms"] > LONGEST_TURN_MS
+    table = [["figure", "value"], *([name, f"{value:.2f}"] for name, value in results.items())]
+    return Outcome(table, results, [Bound("longest_turn_ms", results["longest_turn_ms"], LONGEST_TURN_MS)])
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What to measure, and for how long."""
+    parser.add_argument("--rounds", type=int, default=3000, help="rounds per phase, at least 2000 for a valid median")
+    parser.add_argument("--fairness", action="store_true", help="measure fairness instead")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["--echo"]:
+        serve_echo(sys.argv[2])
+    sys.exit(main(__doc__, measure, add_options))

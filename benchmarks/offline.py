@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from scripts.quickstart.processes import session_members  # noqa: E402
+from scripts.quickstart.segments import mapped_segments, remove_segments  # noqa: E402
+
 CHUNK_TOKENS = 256
 BLOCK_TOKENS = 128
 #: 12 chunks, and 8 tokens that are always left to compute.
@@ -103,6 +109,7 @@ def offline_engine(
             stderr=sink,
             text=True,
             env=environment,
+            start_new_session=True,
         )
     engine = OfflineEngine(process, log)
     try:
@@ -110,15 +117,25 @@ def offline_engine(
         print(f"{name}: the engine runs", file=sys.stderr, flush=True)
         yield engine
     finally:
-        # The end of its input is the end of the process, in good order; a pool of its server goes when it is idle.
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):
-            process.stdin.close()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end_engine(process)
+
+
+def end_engine(process: subprocess.Popen[str]) -> None:
+    """The end of its input is the end of the process; what it leaves of its session is ended and removed."""
+    segments = mapped_segments(session_members(process.pid))
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        process.stdin.close()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(30)
+    while pids := session_members(process.pid):
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.poll()
+        time.sleep(0.01)
+    process.wait()
+    remove_segments(segments)
 
 
 @contextmanager

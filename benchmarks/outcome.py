@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,4 +74,6 @@ def main(
     options = parser.parse_args(arguments)
     if options.json is not None and not options.json.absolute().parent.is_dir():
         parser.error(f"--json {options.json}: there is no folder {options.json.absolute().parent}")
+    # Unwinds the stack, and with it ends what was started.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     return report(measure(options), options.json)

@@ -8,7 +8,6 @@ setting takes over 1.3 times the fastest. Run: ``python benchmarks/store_copy.py
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +16,9 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.outcome import Bound, Outcome, main
 from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout, PlaneStrides
 from maru_transfer.torch_copy import TorchCopyEngine
 
@@ -90,28 +92,25 @@ def measure(repeats: int) -> dict[str, dict[str, float]]:
     return figures
 
 
-def main() -> int:
-    """Measure, print, compare with the bound."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--repeats", type=int, default=REPEATS, help=f"runs per setting (default {REPEATS})")
-    arguments = parser.parse_args()
+def run(options: argparse.Namespace) -> Outcome:
+    """Each way with each setting, and how far the settings are apart."""
     before = torch.get_num_threads()
     try:
-        figures = measure(arguments.repeats)
+        figures = measure(options.repeats)
     finally:
         torch.set_num_threads(before)
     ratios = {way: max(times.values()) / min(times.values()) for way, times in figures.items()}
+    table = [["milliseconds", *(f"{threads} threads" for threads in THREADS), "slowest/fastest"]]
     for way, times in figures.items():
-        shown = "  ".join(f"{threads:>3} threads {ms:9.2f} ms" for threads, ms in times.items())
-        print(f"{way:24} {shown}  slowest/fastest {ratios[way]:.2f}")
-    missed = ratios["store_ms"] > BOUND
-    print(f"store_ms is to stay within {BOUND}: {'MISSED' if missed else 'met'}")
-    if arguments.json:
-        report = {"figures": figures, "ratios": ratios, "bound": BOUND, "missed": missed}
-        arguments.json.write_text(json.dumps(report, indent=2))
-    return 1 if missed else 0
+        table.append([way, *(f"{ms:.2f}" for ms in times.values()), f"{ratios[way]:.2f}"])
+    bound = Bound("store_ms, slowest/fastest", ratios["store_ms"], BOUND)
+    return Outcome(table, {"milliseconds": figures, "ratios": ratios}, [bound])
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """How long it takes."""
+    parser.add_argument("--repeats", type=int, default=REPEATS, help=f"runs per setting (default {REPEATS})")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, run, add_options))

@@ -40,8 +40,9 @@ def place_for(python: str, cache: Path) -> Iterator[Place]:
     try:
         shared = Path("/dev/shm")
         roomy = shared.is_dir() and shutil.disk_usage(shared).free > 2 * engines.POOL_BYTES
-        # Containers often have 64 MB there; a plain file does for this once.
-        pools = Path(tempfile.mkdtemp(prefix="maru-quickstart-", dir=shared if roomy else runtime))
+        # Containers often have 64 MB there; a plain file does for this once. Another name than Maru's own folders have:
+        # any server that starts removes those that are empty.
+        pools = Path(tempfile.mkdtemp(prefix="quickstart-pool-", dir=shared if roomy else runtime))
         yield Place(ROOT, python, logs, runtime, pools, engines.usable_cpus())
     finally:
         for folder in filter(None, (pools, runtime)):
@@ -90,7 +91,11 @@ def main(arguments: Sequence[str]) -> int:
         with place_for(python, cache) as place, Processes() as processes:
             progress.step(f"logs are in {place.logs}")
             run = Run(place, processes, progress)
-            passed = execute(run, place, options.json, None if options.python else sys.executable)
+            try:
+                passed = execute(run, place, options.json, None if options.python else sys.executable)
+            except Interrupted as signal:
+                progress.step(f"{signal}: ending all processes (once more: at once)")
+                raise
             progress.step("ending all processes")
     except Interrupted as signal:
         progress.step(f"{signal}: everything was ended; logs are in {place.logs}")

@@ -18,12 +18,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from scripts.quickstart.segments import mapped_segments, remove_segments
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 #: Seconds that a process gets to end by itself after SIGTERM.
 GRACE = 6.0
 #: And whoever it started, after that.
 _HELPERS_GRACE = 1.5
+#: What their trackers of shared memory get after that.
+_TRACKERS_GRACE = 3.0
 
 
 class Interrupted(BaseException):
@@ -37,10 +41,12 @@ class Interrupted(BaseException):
 class Child:
     """One started command."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path, service: bool) -> None:
         self.name = name
         self.process = process
         self.log = log
+        self.service = service
+        self.segments: set[Path] = set()
 
     def returncode(self) -> int | None:
         """``None`` while it runs."""
@@ -76,8 +82,13 @@ class Processes:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def start(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
-        """Start a command that writes into ``log``; raises OSError when there is no such program."""
+    def start(
+        self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str], *, service: bool = False
+    ) -> Child:
+        """Start a command that writes into ``log``; raises OSError when there is no such program.
+
+        A ``service`` is ended after those that are none.
+        """
         with self._signals_held(), log.open("ab") as sink:
             process = subprocess.Popen(
                 command,
@@ -88,23 +99,33 @@ class Processes:
                 start_new_session=True,
                 preexec_fn=self._end_with_parent,
             )
-            child = Child(name, process, log)
+            child = Child(name, process, log, service)
             self._children.append(child)
         return child
 
+    def remember_segments(self) -> None:
+        """Note the shared memory of all children, for the case that one dies without removing its own."""
+        for child in self._children:
+            child.segments |= mapped_segments(session_members(child.process.pid))
+
     def end(self, child: Child) -> None:
         """End one child and everything in its session."""
-        self._end([child], lambda: session_members(child.process.pid))
-        child.process.wait()
-        self._children.remove(child)
+        self._end_together([child])
 
     def _end_all(self) -> None:
-        # In reverse: whoever uses a service ends before it.
-        for child in reversed(list(self._children)):
-            self.end(child)
+        # Whoever uses a service ends before it.
+        for services in (False, True):
+            self._end_together([child for child in self._children if child.service == services])
         self._end([], descendants)
 
+    def _end_together(self, children: Sequence[Child]) -> None:
+        self._end(children, lambda: [pid for child in children for pid in session_members(child.process.pid)])
+        for child in children:
+            child.process.wait()
+            self._children.remove(child)
+
     def _end(self, children: Sequence[Child], members: Callable[[], list[int]]) -> None:
+        segments = mapped_segments(members()).union(*(child.segments for child in children))
         for child in children:
             if child.process.poll() is None:
                 _signal(child.process.pid, signal.SIGTERM)
@@ -116,12 +137,17 @@ class Processes:
                 deadline = min(deadline, time.monotonic() + _HELPERS_GRACE)
                 children = ()
             time.sleep(0.02)
+        tracked = time.monotonic() + _TRACKERS_GRACE
         while pids := members():
-            for pid in pids:
+            segments |= mapped_segments(pids)
+            # Python's resource trackers end when the others have, and remove what those have left in /dev/shm.
+            others = [pid for pid in pids if not _is_tracker(pid)]
+            for pid in others or (pids if time.monotonic() > tracked else []):
                 _signal(pid, signal.SIGKILL)
             self._reap(children)
             time.sleep(0.01)
         self._reap(children)
+        remove_segments(segments)
 
     def _reap(self, children: Sequence[Child]) -> None:
         for child in children:
@@ -188,6 +214,13 @@ def descendants() -> list[int]:
     while more := {pid for pid, stat in found.items() if stat.parent in below} - below:
         below |= more
     return [pid for pid in below - {os.getpid()} if found[pid].state != "Z"]
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path("/proc", str(pid), "cmdline").read_bytes()
+    except OSError:  # gone meanwhile
+        return False
 
 
 def _signal(pid: int, number: int) -> None:

@@ -57,7 +57,7 @@ class Run:
     def start(self, model: str) -> tuple[dict[str, Engine], dict[str, Child]]:
         """A Maru server; engines A and B on its pool and one without Maru, all serving."""
         self._progress.step("starting `maru serve` on a private folder, and vLLM without Maru, vLLM A and vLLM B")
-        server = self._start("maru-serve", engines.server_command(self._place), self._environment)
+        server = self._start("maru-serve", engines.server_command(self._place), self._environment, service=True)
         socket = self._place.runtime / "server.json"
         self._wait([server], socket.exists, 60)
         api: dict[str, Engine] = {}
@@ -71,6 +71,7 @@ class Run:
         for name, engine in api.items():
             self._wait(list(children.values()), engine.is_ready, _START_TIMEOUT)
             self._progress.note(f"{children[name].name} serves")
+        self._processes.remember_segments()
         for engine in api.values():
             # The first request of an engine pays for things that have nothing to do with its prompt.
             engine.chat("Say hello.", 4)
@@ -169,8 +170,10 @@ class Run:
         """End one child before the others."""
         self._processes.end(child)
 
-    def _start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Child:
-        return self._processes.start(name, command, self._place.logs / f"{name}.log", environment)
+    def _start(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], *, service: bool = False
+    ) -> Child:
+        return self._processes.start(name, command, self._place.logs / f"{name}.log", environment, service=service)
 
     def _finish(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> str:
         """Run a command to its end; returns what it wrote, raises Failed when it fails."""

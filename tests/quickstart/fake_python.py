@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,13 @@ class Handler(BaseHTTPRequestHandler):
 
 def engine(arguments: Sequence[str]) -> None:
     Handler.shares = "--kv-transfer-config" in arguments
+    # As vLLM does for its workers; nobody of this engine ever unlinks it.
+    segment = shared_memory.SharedMemory(create=True, size=4096)
+    resource_tracker.unregister(f"/{segment.name}", "shared_memory")
+    with (STATE / "engines").open("a") as engines:
+        engines.write(f"{os.getpid()} ")
+    with (STATE / "segments").open("a") as segments:
+        segments.write(f"/dev/shm/{segment.name}\n")
     stand_still("start")
     HTTPServer(("127.0.0.1", int(arguments[arguments.index("--port") + 1])), Handler).serve_forever()
 
@@ -119,7 +127,14 @@ def engine(arguments: Sequence[str]) -> None:
 def serve(arguments: Sequence[str]) -> None:
     runtime = Path(arguments[arguments.index("--runtime-dir") + 1])
     (runtime / "server.json").write_text("{}")
-    (STATE / "pools").write_text(arguments[arguments.index("--pool-path") + 1])
+    (STATE / "pools").write_text(f"{arguments[arguments.index('--pool-path') + 1]}\n{runtime}\n")
+
+    def ended(*_: object) -> None:
+        alive = [pid for pid in (STATE / "engines").read_text().split() if Path("/proc", pid).exists()]
+        (STATE / "server-ended").write_text(f"before engines {alive}" if alive else "in good order")
+        sys.exit()
+
+    signal.signal(signal.SIGTERM, ended)
     signal.pause()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -67,6 +68,12 @@ class Quickstart:
             assert time.monotonic() < deadline, f"no {name}"
             time.sleep(0.02)
 
+    def left_behind(self) -> list[object]:
+        """Processes, pools and shared memory that are still there."""
+        names = [self.state / "pools", self.state / "segments"]
+        paths = [Path(line) for name in names if name.exists() for line in name.read_text().splitlines()]
+        return [*marked(self.mark), *filter(Path.exists, paths)]
+
     def logs(self) -> list[Path]:
         return list((self.folder / "cache/quickstart").glob("*/*.log"))
 
@@ -77,6 +84,10 @@ def quickstart(tmp_path: Path) -> Iterator[Quickstart]:
     yield run
     for pid in marked(run.mark):
         os.kill(pid, signal.SIGKILL)
+    # Of runs that were killed, or of tests that failed.
+    for path in run.left_behind():
+        if isinstance(path, Path):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def test_a_run_reports_what_was_reused_and_leaves_nothing(quickstart: Quickstart) -> None:
@@ -93,16 +104,16 @@ def test_a_run_reports_what_was_reused_and_leaves_nothing(quickstart: Quickstart
     assert rows[3]["answer"] == rows[5]["answer"] != rows[4]["answer"]
     for row in rows:
         assert f"{row['ttft_s'] * 1e3:.0f} ms" in run.stdout
-    assert marked(quickstart.mark) == []
+    assert quickstart.left_behind() == []
+    assert len((quickstart.state / "segments").read_text().split()) == 3
+    assert (quickstart.state / "server-ended").read_text() == "in good order"
     assert quickstart.logs() == []
-    assert not Path((quickstart.state / "pools").read_text()).exists()
 
 
 @pytest.mark.parametrize(
     ("fault", "failed", "told"),
     [
         ("answer", ["answer to", "answer to"], "but without Maru"),
-        ("metric", [], ""),
         ("metric", ["reuse of", "reuse of"], "vLLM's external hits 1536,"),
         ("server", ["reuse of", "reuse of"], "11 chunks of 256 = 2816"),
         ("slow", ["TTFT of", "TTFT of"], "at most 12% may be"),
@@ -125,7 +136,7 @@ def test_an_engine_that_dies_is_named_with_the_end_of_its_log(quickstart: Quicks
     assert run.returncode == 1
     assert "vllm-A ended with exit code 7" in run.stderr
     assert "the engine met its fate" in run.stderr
-    assert marked(quickstart.mark) == []
+    assert quickstart.left_behind() == []
 
 
 def interrupt_group(process: subprocess.Popen[str]) -> None:
@@ -154,9 +165,7 @@ def test_an_interrupt_leaves_no_process_behind(
     _, err = process.communicate(timeout=30)
     assert process.returncode == code, err
     assert "everything was ended" in err
-    assert marked(quickstart.mark) == []
-    if where != "model":
-        assert not Path((quickstart.state / "pools").read_text()).exists()
+    assert quickstart.left_behind() == []
 
 
 @pytest.mark.parametrize("delay", [0.02, 0.1, 0.2, 0.3, 0.5, 0.8])
@@ -166,7 +175,42 @@ def test_an_interrupt_at_any_moment_leaves_no_process_behind(quickstart: Quickst
     interrupt_group(process)
     process.communicate(timeout=30)
     assert process.returncode != 0
-    assert marked(quickstart.mark) == []
+    assert quickstart.left_behind() == []
+
+
+SIGNAL_BETWEEN_FORK_AND_NOTE = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from scripts.quickstart.processes import Interrupted, Processes
+real = subprocess.Popen
+def popen(*arguments, **options):
+    process = real(*arguments, **options)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return process
+subprocess.Popen = popen
+try:
+    with Processes() as processes:
+        processes.start("sleep", ["sleep", "600"], Path(sys.argv[1]), os.environ)
+        print("went on")
+except Interrupted as interrupted:
+    print(interrupted.number)
+"""
+
+
+def test_a_signal_in_the_middle_of_a_start_loses_no_process(quickstart: Quickstart, tmp_path: Path) -> None:
+    environment = os.environ | {MARK: quickstart.mark, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SIGNAL_BETWEEN_FORK_AND_NOTE, str(tmp_path / "log")]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    assert run.stdout == f"{int(signal.SIGTERM)}\n", run.stderr
+    assert quickstart.left_behind() == []
+
+
+def test_children_of_a_killed_run_are_told(quickstart: Quickstart) -> None:
+    process = quickstart.start(FAKE_HANG="start")
+    quickstart.wait_for("hangs")
+    process.kill()
+    process.communicate(timeout=30)
+    quickstart.wait_for("server-ended")
 
 
 def test_wrong_options_are_refused_before_anything_starts(quickstart: Quickstart) -> None:
