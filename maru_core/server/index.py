@@ -24,18 +24,18 @@ class KeyIndex:
     def __len__(self) -> int:
         return sum(map(len, self._shards))
 
-    def find(self, keys: Sequence[bytes]) -> list[int | None]:
-        """The entry of each key, ``None`` where there is none."""
-        shards = map(self._route.__getitem__, b"".join(keys)[_LAST :: _LAST + 1])
-        return list(map(dict.get, shards, keys))
+    def find(self, keys: Sequence[bytes], packed: bytes | None = None) -> list[int | None]:
+        """The entry of each key, ``None`` where there is none. ``packed``: the keys as one column, if at hand."""
+        column = b"".join(keys) if packed is None else packed
+        return list(map(dict.get, map(self._route.__getitem__, column[_LAST :: _LAST + 1]), keys))
 
     def get(self, key: bytes) -> int | None:
         """The entry of one key."""
         return self._route[key[_LAST]].get(key)
 
-    def put(self, keys: Sequence[bytes], entries: Iterable[int]) -> None:
-        """Enter keys; those beyond the last of ``entries`` are left out."""
-        shards = map(self._route.__getitem__, b"".join(keys)[_LAST :: _LAST + 1])
+    def put(self, keys: Sequence[bytes], entries: Iterable[int], packed: bytes) -> None:
+        """Enter keys, ``packed`` as one column; those beyond the last of ``entries`` are left out."""
+        shards = map(self._route.__getitem__, packed[_LAST :: _LAST + 1])
         for shard, key, entry in zip(shards, keys, entries, strict=False):
             shard[key] = entry
 

@@ -102,7 +102,7 @@ class DirectoryModel(RuleBasedStateMachine):
             if status == Presence.READY:
                 assert before[at] == Presence.READY
                 assert head or not leading
-                assert lengths[at] == self.world.directory.length[entries[at]]
+                assert lengths[at] == self.world.directory.objects.length[entries[at]]
                 taken.append((entries[at], generations[at]))
             elif status == Presence.BUSY:
                 assert before[at] == Presence.READY
@@ -149,7 +149,7 @@ class DirectoryModel(RuleBasedStateMachine):
             if data.draw(st.booleans()):
                 other = self.clients[data.draw(WHO)]
                 self.world.store(other, [data.draw(KEYS)])
-                self.generations = dict(enumerate(self.world.directory.generation))
+                self.generations = dict(enumerate(self.world.directory.objects.generation))
             while not self.world.directory.drain(namespace, hidden, limit):
                 pass
 
@@ -167,10 +167,10 @@ class DirectoryModel(RuleBasedStateMachine):
         directory = self.world.directory
         for _, _, taken in self.reading:
             for entry, generation in taken:
-                assert directory.generation[entry] == generation, "a leased page was reused"
-                assert directory.readers[entry] > 0
+                assert directory.objects.generation[entry] == generation, "a leased page was reused"
+                assert directory.objects.readers[entry] > 0
         for _, entry, generation, _, _ in self.writing:
-            assert directory.generation[entry] == generation, "a reserved page was reused"
+            assert directory.objects.generation[entry] == generation, "a reserved page was reused"
 
 
 TestDirectoryModel = DirectoryModel.TestCase
