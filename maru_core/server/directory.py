@@ -43,13 +43,14 @@ class Directory:
         """
         self._postponed.settle()
 
-    def make_ahead(self) -> bool:
-        """Evict a few objects, if a pool is full, for the next RESERVE; whether there may be more to do.
+    def is_short(self) -> bool:
+        """Whether the last RESERVE left so little room that :meth:`make_ahead` has something to do."""
+        return self._room.is_short()
 
-        For times when nobody waits. Takes tens of microseconds.
-        """
+    def make_ahead(self) -> None:
+        """Evict a few objects for the next RESERVE. For times when nobody waits; takes tens of microseconds."""
         self._postponed.settle()
-        return self._room.make_ahead()
+        self._room.make_ahead()
 
     def reserve(
         self,
@@ -64,12 +65,12 @@ class Directory:
         ``parents`` is empty, or as long as ``keys``, or one key: the parent of the first of a chain, in which each
         key is the parent of the next.
 
-        Returns columns of :class:`ReserveStatus`, first entry (NO_ENTRY without one) and generation (0 likewise).
+        Returns columns of :class:`ReserveStatus`, first entry (NO_ENTRY without one) and generation (0 likewise), which
+        may not be changed.
         """
         self._postponed.settle()
-        return self._reservations.reserve(
-            session, keys, parents, length, b"".join(keys) if packed is None else packed
-        )
+        column = b"".join(keys) if packed is None else packed
+        return self._reservations.reserve(session, keys, parents, length, column)
 
     def commit(
         self, session: Session, entries: Sequence[int], generations: Sequence[int], checksums: Sequence[int] = ()
@@ -97,7 +98,8 @@ class Directory:
         """Lease what is READY, under ``lease`` (which may exist already).
 
         Returns columns of :class:`Presence`, first entry, generation and length in bytes. With ``leading`` only the
-        READY keys at the head are leased and all keys after the first other one are answered ABSENT.
+        READY keys at the head are leased and all keys after the first other one are answered ABSENT. The columns may
+        not be changed.
         """
         self._postponed.settle()
         return self._leases.acquire(session, lease, session.namespace.index.find(keys, packed), leading)

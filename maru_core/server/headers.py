@@ -22,7 +22,6 @@ from maru_core.pool_format import (
     State,
     unpack_header,
 )
-from maru_core.server.columns import even_steps
 
 _WORDS = HEADER_SIZE // 4
 _CRC_GAP = bytes(4)
@@ -79,7 +78,7 @@ class HeaderTable:
         """
         count = len(pairs)
         pack = HEADER_PREFIX.pack
-        if generations.count(generations[0]) == count:
+        if len(set(generations)) == 1:
             front = _CRC_GAP + pack(_RESERVED, generations[0], length, session, 0, digest, weights_epoch)
             headers = front.join((b"", *pairs))
         else:
@@ -103,24 +102,22 @@ class HeaderTable:
         step = stride * _WORDS
         self._words[begin : begin + count * step : step] = memoryview(crcs)
 
+    def change_steps(self, entries: slice, old: State, new: State) -> None:
+        """Rewrite the state of headers in even steps whose state is ``old``; their CRCs follow."""
+        first, last = entries.start - self._base, entries.stop - 1 - self._base
+        step = entries.step * HEADER_SIZE
+        states = self._bytes[first * HEADER_SIZE + HEADER_VIEW_OFFSET : (last + 1) * HEADER_SIZE : step]
+        count = len(states)
+        states[:] = bytes([new]) * count
+        crcs = self._words[first * _WORDS : (last + 1) * _WORDS : entries.step * _WORDS]
+        # All of them in one operation on a long number.
+        flips = int.from_bytes(self._flip[old ^ new].to_bytes(4, "little") * count, "little")
+        flipped = int.from_bytes(crcs.tobytes(), "little") ^ flips
+        crcs[:] = memoryview(flipped.to_bytes(4 * count, "little")).cast("I")
+
     def change_state(self, entries: Sequence[int], old: State, new: State) -> None:
-        """Rewrite the state of headers whose state is ``old``; their CRCs follow."""
+        """The same for headers anywhere."""
         flip = self._flip[old ^ new]
-        count = len(entries)
-        first = entries[0] - self._base
-        even = even_steps(entries)
-        if even is not None:
-            step = even.step * HEADER_SIZE
-            begin = first * HEADER_SIZE + HEADER_VIEW_OFFSET
-            self._bytes[begin : begin + count * step : step] = bytes([new]) * count
-            step = even.step * _WORDS
-            begin = first * _WORDS
-            crcs = self._words[begin : begin + count * step : step]
-            # All of them in one operation on a long number.
-            flips = int.from_bytes(flip.to_bytes(4, "little") * count, "little")
-            flipped = int.from_bytes(crcs.tobytes(), "little") ^ flips
-            crcs[:] = memoryview(flipped.to_bytes(4 * count, "little")).cast("I")
-            return
         states, words, base = self._bytes, self._words, self._base
         for entry in entries:
             at = entry - base

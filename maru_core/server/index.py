@@ -19,6 +19,7 @@ class KeyIndex:
         self._shards: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
         #: By last byte of the key.
         self._route = self._shards * (256 // _SHARDS)
+        self._getters = [shard.get for shard in self._route]
         self._cursor = 0
 
     def __len__(self) -> int:
@@ -27,7 +28,8 @@ class KeyIndex:
     def find(self, keys: Sequence[bytes], packed: bytes | None = None) -> list[int | None]:
         """The entry of each key, ``None`` where there is none. ``packed``: the keys as one column, if at hand."""
         column = b"".join(keys) if packed is None else packed
-        return list(map(dict.get, map(self._route.__getitem__, column[_LAST :: _LAST + 1]), keys))
+        getters = self._getters
+        return [getters[last](key) for last, key in zip(column[_LAST :: _LAST + 1], keys, strict=True)]
 
     def get(self, key: bytes) -> int | None:
         """The entry of one key."""

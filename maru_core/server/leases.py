@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Sequence
 
 from maru_core.protocol.messages import NO_ENTRY, Presence
-from maru_core.server.columns import even_steps
 from maru_core.server.objects import READY, RESERVED, RETIRING, Objects, Postponed
 from maru_core.server.room import Room
 from maru_core.server.sessions import Session
@@ -41,14 +40,15 @@ class Leases:
         """:meth:`Directory.acquire` for keys that the index has at ``found``."""
         count = len(found)
         entries = array("I", found) if None not in found else None  # type: ignore[arg-type]
-        even = even_steps(entries) if entries is not None else None
-        if entries is not None and even is not None and self._objects.state[even] == _IS_READY * count:
+        objects = self._objects
+        steps = objects.steps(entries) if entries is not None else None
+        if entries is not None and steps is not None and objects.state[steps] == _IS_READY * count:
             # What was stored together lies together, and is usually found together.
-            if self._within_share(session, entries):
+            number = objects.arena_of(entries[0]).number
+            if session.leased_pages[number] + sum(objects.pages[steps]) <= self._limits[number]:
                 self._take(session, lease, entries)
                 self._counters["hits"] += count
-                objects = self._objects
-                return _FOUND * count, entries, objects.generation[even], objects.length[even]
+                return _FOUND * count, entries, objects.generation[steps], objects.length[steps]
         return self._acquire_one_by_one(session, lease, found, leading)
 
     def _acquire_one_by_one(self, session: Session, lease: int, found: list[int | None], leading: bool) -> Acquired:
@@ -76,7 +76,6 @@ class Leases:
 
     def _take(self, session: Session, lease: int, hits: array[int]) -> None:
         """``lease`` begins to hold ``hits`` as soon as the reply is sent; nobody comes before that."""
-        hits = hits[:]
 
         def hold() -> None:
             held = session.held
@@ -95,7 +94,7 @@ class Leases:
         self._postponed.add(hold)
 
     def _within_share(self, session: Session, entries: Sequence[int]) -> bool:
-        """Whether the session may hold ``entries`` even if it holds none of them yet."""
+        """Whether the session may hold ``entries`` beside what it holds."""
         for arena, part in self._objects.by_arena(entries):
             if session.leased_pages[arena.number] + self._objects.pages_of(part) > self._limits[arena.number]:
                 return False

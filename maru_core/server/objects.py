@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from maru_core.pool_format import NO_KEY, State
 from maru_core.protocol.messages import NO_ENTRY
 from maru_core.server.arena import Arena
-from maru_core.server.columns import even_steps
 
 FREE, RESERVED, READY, RETIRING = (int(state) for state in State)
 
@@ -47,6 +46,8 @@ class Objects:
         self._bases = [arena.base for arena in self.arenas]
         self._single = self.arenas[0] if len(self.arenas) == 1 else None
         self.total = total = self.arenas[-1].end
+        #: Each entry's own number: a slice of it is a column of entries in even steps.
+        self.entry = array("I", range(total))
         self.state = bytearray(total)
         self.generation = array("I", bytes(4 * total))
         self.pages = array("I", bytes(4 * total))
@@ -76,17 +77,35 @@ class Objects:
             groups.setdefault(bisect_right(self._bases, entry) - 1, []).append(entry)
         return [(self.arenas[number], part) for number, part in groups.items()]
 
+    def steps(self, entries: Sequence[int]) -> slice | None:
+        """The slice that names ``entries``, in this order, in every column; ``None`` when there is none.
+
+        There is one when they lie in even steps inside one pool, as neighbours of one size do. They differ then.
+        """
+        count = len(entries)
+        if not count:
+            return None
+        first, last = entries[0], entries[-1]
+        step = entries[1] - first if count > 1 else 1
+        if step <= 0 or last - first != step * (count - 1) or last >= self.total:
+            return None
+        if self._single is None and self.arena_of(first) is not self.arena_of(last):
+            return None
+        found = slice(first, last + 1, step)
+        even = self.entry[found]
+        return found if even == entries or even.tolist() == entries else None
+
     def pages_of(self, entries: Sequence[int]) -> int:
         """Granules that ``entries`` have in all."""
-        even = even_steps(entries)
+        found = self.steps(entries)
         pages = self.pages
-        return sum(pages[even] if even is not None else [pages[entry] for entry in entries])
+        return sum(pages[found] if found is not None else [pages[entry] for entry in entries])
 
     def length_of(self, entries: Sequence[int]) -> int:
         """Bytes that ``entries`` have in all."""
-        even = even_steps(entries)
+        found = self.steps(entries)
         length = self.length
-        return sum(length[even] if even is not None else [length[entry] for entry in entries])
+        return sum(length[found] if found is not None else [length[entry] for entry in entries])
 
     def fill(self, runs: Sequence[Run], keys: Sequence[bytes], length: int, home: int) -> None:
         """Enter objects that were reserved just now."""
@@ -96,7 +115,7 @@ class Objects:
             first = slice(start, end, pages)
             self.state[first] = bytes([RESERVED]) * pieces
             self.pages[first] = array("I", [pages]) * pieces
-            self.tail[start + pages - 1 : end : pages] = array("I", range(start, end, pages))
+            self.tail[start + pages - 1 : end : pages] = self.entry[first]
             self.length[first] = array("Q", [length]) * pieces
             self.home[first] = array("I", [home]) * pieces
             self.children[first] = array("I", bytes(4 * pieces))
@@ -114,9 +133,9 @@ class Objects:
             parent[head] = elder
             parent_generation[head] = self.generation[elder]
             children[elder] += 1
-        even = even_steps(entries)
-        if even is not None:
-            step = even.step
+        found = self.steps(entries)
+        if found is not None:
+            step = found.step
             parent[head + step : last + 1 : step] = entries[:-1]
             parent_generation[head + step : last + 1 : step] = generations[:-1]
             children[head:last:step] = array("I", [1]) * (count - 1)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from maru_core.pool_format import State
 from maru_core.protocol.messages import NO_ENTRY, CommitStatus, ReserveStatus
-from maru_core.server.columns import even_steps
 from maru_core.server.headers import chain_pairs, pairs_of
 from maru_core.server.objects import FREE, READY, Objects, Postponed
 from maru_core.server.room import Room
@@ -35,7 +34,7 @@ class Reservations:
         length: int | Sequence[int],
         packed: bytes,
     ) -> Reserved:
-        """:meth:`Directory.reserve`; ``packed`` are the keys as one column."""
+        """:meth:`Directory.reserve`; ``packed`` are the keys as one column. The results may not be changed."""
         count = len(keys)
         found = session.namespace.index.find(keys, packed)
         if type(length) is int and found.count(None) == count and len(set(keys)) == count:
@@ -110,7 +109,7 @@ class Reservations:
             taken = pieces * pages
             first = slice(start, start + taken, pages)
             before = objects.generation[first]
-            if before.count(before[0]) == pieces:
+            if before == before[:1] * pieces:
                 fresh = array("I", [before[0] % _MAX_GENERATION + 1]) * pieces
             else:
                 fresh = array("I", [generation % _MAX_GENERATION + 1 for generation in before])
@@ -127,19 +126,18 @@ class Reservations:
             )
             arena.reserved += taken
             session.reserved_pages[arena.number] += taken
-            entries.extend(range(start, start + taken, pages))
+            entries += objects.entry[first]
             generations += fresh
             done += pieces
-        granted, fresh_generations = entries[:], generations[:]
 
         def enter() -> None:
             objects.fill(runs, keys, length, namespace.number)
-            index.put(keys, granted, packed)
-            session.reserved.update(granted)
+            index.put(keys, entries, packed)
+            session.reserved.update(entries)
             if chain:
-                objects.link_chain(elders[0], granted, fresh_generations)
+                objects.link_chain(elders[0], entries, generations)
             elif parents:
-                objects.link(keys, parents, elders, granted)
+                objects.link(keys, parents, elders, entries)
             for entry in held:
                 objects.drop_child(entry)
 
@@ -148,9 +146,11 @@ class Reservations:
             return bytearray(count), entries, generations
         missing = count - done
         self._counters["skipped_no_room"] += missing
-        entries.extend([NO_ENTRY] * missing)
-        generations.extend([0] * missing)
-        return bytearray(done) + bytearray([ReserveStatus.NO_ROOM]) * missing, entries, generations
+        return (
+            bytearray(done) + bytearray([ReserveStatus.NO_ROOM]) * missing,
+            entries + array("I", [NO_ENTRY]) * missing,
+            generations + array("I", [0]) * missing,
+        )
 
     def commit(
         self, session: Session, entries: Sequence[int], generations: Sequence[int], checksums: Sequence[int]
@@ -159,12 +159,13 @@ class Reservations:
         objects = self._objects
         reserved = session.reserved
         statuses = bytearray(len(entries))
-        even = even_steps(entries)
         good: Sequence[int]
-        # What was reserved together lies together, and is usually committed together. A session's own entries exist.
-        if even is not None and reserved.issuperset(entries) and objects.generation[even] == generations:
+        # What was reserved together lies together, and is usually committed together.
+        steps = objects.steps(entries)
+        if steps is not None and reserved.issuperset(entries) and objects.generation[steps] == generations:
             good = entries
         else:
+            steps = None
             mine: dict[int, None] = {}
             lost: dict[int, None] = {}
             generation = objects.generation
@@ -183,15 +184,19 @@ class Reservations:
                 if checksum and entry in publishing:
                     objects.arena_of(entry).headers.set_checksum(entry, checksum)
         if good:
-            self._publish(session, good)
+            self._publish(session, good, steps)
         return statuses
 
-    def _publish(self, session: Session, entries: Sequence[int]) -> None:
+    def _publish(self, session: Session, entries: Sequence[int], steps: slice | None) -> None:
         objects, state = self._objects, self._objects.state
-        for arena, part in objects.by_arena(entries):
-            arena.headers.change_state(part, State.RESERVED, State.READY)
-        for entry in entries:
-            state[entry] = READY
+        if steps is not None:
+            objects.arena_of(entries[0]).headers.change_steps(steps, State.RESERVED, State.READY)
+            state[steps] = bytes([READY]) * len(entries)
+        else:
+            for arena, part in objects.by_arena(entries):
+                arena.headers.change_state(part, State.RESERVED, State.READY)
+            for entry in entries:
+                state[entry] = READY
 
         def account() -> None:
             for arena, part in objects.by_arena(entries):

@@ -58,24 +58,34 @@ class Room:
                 for start, pieces in arena.free.take(pages, count):
                     runs.append((arena, pages, start + arena.base, pieces))
                     count -= pieces
-            _mark_free(arena, evicted, [run for run in runs if run[0] is arena])
+            self._mark_free(arena, evicted, [run for run in runs if run[0] is arena])
         return runs
 
-    def make_ahead(self) -> bool:
-        """Evict a few objects if little is free, for batches like the last one; whether there may be more to do."""
+    def is_short(self) -> bool:
+        """Whether there is less room than :meth:`make_ahead` wants, and it did not yet find that it can make none."""
         length, count = self._ahead
         if not count:
             return False
-        free = sum([arena.free.free for arena in self._arenas])
-        for arena in self._arenas:
-            pages = arena.pages_for(length)
-            missing = min(_AHEAD_BATCHES * count * pages, self._most_ahead) - free
-            if missing < pages:
-                break
-            if self._evict_ahead(arena, pages, missing):
-                return True
+        pages = self._arenas[0].pages_for(length)
+        if self._missing(pages, count) >= pages:
+            return True
         self._ahead = (0, 0)
         return False
+
+    def make_ahead(self) -> None:
+        """Evict a few objects if little is free, for batches like the last one."""
+        length, count = self._ahead
+        for arena in self._arenas:
+            pages = arena.pages_for(length)
+            missing = self._missing(pages, count)
+            if missing >= pages and self._evict_ahead(arena, pages, missing):
+                return
+        self._ahead = (0, 0)
+
+    def _missing(self, pages: int, count: int) -> int:
+        """Granules that are to be free beyond those that are, for batches of ``count`` times ``pages``."""
+        free = sum([arena.free.free for arena in self._arenas])
+        return min(_AHEAD_BATCHES * count * pages, self._most_ahead) - free
 
     def _evict_ahead(self, arena: Arena, pages: int, missing: int) -> bool:
         """Evict a few of the next victims, if each leaves room for ``pages`` granules and is not over ``missing``.
@@ -98,7 +108,7 @@ class Room:
             fitting.append(victim)
             missing -= size
         self._evict_all(arena, fitting, evicted := [])
-        _mark_free(arena, evicted, ())
+        self._mark_free(arena, evicted, ())
         return bool(victims)
 
     def retire(self, entry: int) -> None:
@@ -246,14 +256,14 @@ class Room:
         start, size = arena.free.give(entry - arena.base, pages)
         return start + arena.base, size
 
-
-def _mark_free(arena: Arena, evicted: list[int], runs: Sequence[Run]) -> None:
-    """Rewrite headers of evicted objects, except where a new header is about to replace them."""
-    if not evicted:
-        return
-    fresh: set[int] = set()
-    for _, pages, start, pieces in runs:
-        fresh.update(range(start, start + pieces * pages, pages))
-    gone = sorted([entry for entry in evicted if entry not in fresh])
-    if gone:
-        arena.headers.change_state(gone, State.READY, State.FREE)
+    def _mark_free(self, arena: Arena, evicted: list[int], runs: Sequence[Run]) -> None:
+        """Rewrite headers of evicted objects, except where a new header is about to replace them."""
+        fresh: set[int] = set()
+        for _, pages, start, pieces in runs:
+            fresh.update(range(start, start + pieces * pages, pages))
+        gone = sorted([entry for entry in evicted if entry not in fresh])
+        steps = self._objects.steps(gone)
+        if steps is not None:
+            arena.headers.change_steps(steps, State.READY, State.FREE)
+        else:
+            arena.headers.change_state(gone, State.READY, State.FREE)
