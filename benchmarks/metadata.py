@@ -203,7 +203,9 @@ def measure_operations(server: RunningServer, echo_url: str, rounds: int) -> dic
         evicted = client.server_stats()["counters"]["evicted"]
     context.destroy(0)
     if evicted < rounds * BATCH // 2:
-        raise RuntimeError(f"only {evicted} objects were evicted: the second pool was not full, the measurement is void")
+        raise RuntimeError(
+            f"only {evicted} objects were evicted: the second pool was not full, the measurement is void"
+        )
     return results
 
 

@@ -49,6 +49,17 @@ class KeyIndex:
         del shard[key]
         return True
 
+    def remove_all(self, keys: Iterable[bytes], entries: Iterable[int]) -> list[tuple[bytes, int]]:
+        """:meth:`remove` for many; returns those that were not here."""
+        route, strange = self._route, []
+        for key, entry in zip(keys, entries, strict=True):
+            shard = route[key[_LAST]]
+            if shard.get(key) == entry:
+                del shard[key]
+            else:
+                strange.append((key, entry))
+        return strange
+
     def take_any(self) -> int | None:
         """Remove some key and return its entry; ``None`` when empty."""
         while self._cursor < _SHARDS:

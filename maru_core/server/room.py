@@ -6,9 +6,11 @@ nothing else to do: as much as the last batches took, and never more than a smal
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from maru_core.pool_format import State
+from maru_core.protocol.messages import NO_ENTRY
 from maru_core.server.arena import Arena
 from maru_core.server.namespaces import Namespaces
 from maru_core.server.objects import FREE, READY, RETIRING, Objects, Run
@@ -92,9 +94,11 @@ class Room:
 
         Other victims are left to :meth:`allocate`, which knows what it needs. Returns whether there was a victim.
         """
+        victims = arena.policy.pop(_AHEAD_BATCH)
+        if self._evict_tail(arena, victims, pages, missing):
+            return True
         objects = self._objects
         fitting: list[int] = []
-        victims = arena.policy.pop(_AHEAD_BATCH)
         for at, victim in enumerate(victims):
             if objects.children[victim]:
                 arena.policy.park(victim)
@@ -110,6 +114,40 @@ class Room:
         self._evict_all(arena, fitting, evicted := [])
         self._mark_free(arena, evicted, ())
         return bool(victims)
+
+    def _evict_tail(self, arena: Arena, victims: list[int], pages: int, missing: int) -> bool:
+        """Evict ``victims`` if they are the end of one chain and lie side by side, as they do when stored together.
+
+        Does what :meth:`_evict_ahead` does for any victims, at less than half the cost.
+        """
+        objects, count = self._objects, len(victims)
+        entries = array("I", reversed(victims))
+        steps = objects.steps(entries)
+        if steps is None or steps.step * count > missing or steps.step < pages:
+            return False
+        homes = objects.home[steps]
+        if (
+            objects.pages[steps] != array("I", [steps.step]) * count
+            or objects.children[steps] != array("I", [1]) * (count - 1) + array("I", [0])
+            or objects.parent[steps][1:] != entries[:-1]
+            or objects.parent_generation[steps][1:] != objects.generation[steps][:-1]
+            or homes != homes[:1] * count
+        ):
+            return False
+        objects.unlink(entries[0])
+        objects.parent[steps] = array("I", [NO_ENTRY]) * count
+        objects.children[steps] = array("I", [0]) * count
+        objects.state[steps] = bytes([FREE]) * count
+        namespace = self._namespaces.by_number[homes[0]]
+        namespace.forget_all(objects.key[steps], entries)
+        namespace.objects -= count
+        namespace.stored_bytes -= sum(objects.length[steps])
+        arena.objects -= count
+        arena.used -= steps.step * count
+        arena.free.give(entries[0] - arena.base, steps.step * count)
+        arena.headers.change_steps(steps, State.READY, State.FREE)
+        self._counters["evicted"] += count
+        return True
 
     def retire(self, entry: int) -> None:
         """Hide a READY object; free it at once unless somebody reads it."""

@@ -118,7 +118,8 @@ class World:
         alive = [entry for entry, state in enumerate(directory.objects.state) if state in (State.RESERVED, State.READY)]
         for entry in alive:
             count = sum(
-                directory.objects.parent[child] == entry and directory.objects.parent_generation[child] == directory.objects.generation[entry]
+                directory.objects.parent[child] == entry
+                and directory.objects.parent_generation[child] == directory.objects.generation[entry]
                 for child in alive
             )
             assert directory.objects.children[entry] == count
