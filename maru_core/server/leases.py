@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from maru_core.protocol.messages import NO_ENTRY, Presence
 from maru_core.server.objects import READY, RESERVED, RETIRING, Objects, Postponed
@@ -39,7 +39,7 @@ class Leases:
     def acquire(self, session: Session, lease: int, found: list[int | None], leading: bool) -> Acquired:
         """:meth:`Directory.acquire` for keys that the index has at ``found``."""
         count = len(found)
-        entries = array("I", found) if None not in found else None  # type: ignore[arg-type]
+        entries = _column(found) if None not in found else None
         objects = self._objects
         steps = objects.steps(entries) if entries is not None else None
         if entries is not None and steps is not None and objects.state[steps] == _IS_READY * count:
@@ -62,7 +62,7 @@ class Leases:
         fresh = [entry for entry in dict.fromkeys(hits) if entry not in held]
         if fresh and not self._within_share(session, fresh):  # type: ignore[arg-type]
             hits = self._cut_to_share(session, found, statuses, leading)  # type: ignore[assignment]
-        entries = array("I", hits)  # type: ignore[arg-type]
+        entries = _column(hits)
         if hits:
             self._take(session, lease, entries)
         self._counters["hits"] += len(hits)
@@ -180,6 +180,11 @@ class Leases:
             arena.policy.add(ready)
             if len(ready) != len(last):
                 self._room.free_retired(arena, [entry for entry in last if state[entry] == RETIRING])
+
+
+def _column(entries: Iterable[int | None]) -> array[int]:
+    """A column of ``entries`` among which there is no ``None``."""
+    return array("I", entries)  # type: ignore[arg-type]
 
 
 def _spread(

@@ -20,21 +20,23 @@ _MAX_FRUITLESS = 64
 #: Objects that are evicted at a time while somebody waits, and while nobody does.
 _BATCH = 64
 _AHEAD_BATCH = 16
-#: Room that is made ahead: at most this part of the pools, and so many times what the last batch took.
-_AHEAD_PART = 100
+#: Room that is made ahead, in batches like the last one.
 _AHEAD_BATCHES = 2
 
 
 class Room:
-    """Allocates in the pools of ``objects``, evicting what is worth least."""
+    """Allocates in the pools of ``objects``, evicting what is worth least.
 
-    def __init__(self, objects: Objects, namespaces: Namespaces, counters: dict[str, int]) -> None:
+    ``ahead_share``: the part of all pools that may be kept free by eviction ahead.
+    """
+
+    def __init__(self, objects: Objects, namespaces: Namespaces, counters: dict[str, int], ahead_share: float) -> None:
         self._objects = objects
         self._namespaces = namespaces
         self._counters = counters
         self._arenas = objects.arenas
         self._longest = max((arena.end - arena.base) * arena.granule for arena in self._arenas)
-        self._most_ahead = sum(arena.end - arena.base for arena in self._arenas) // _AHEAD_PART
+        self._most_ahead = int(sum(arena.end - arena.base for arena in self._arenas) * ahead_share)
         #: Length in bytes and number of the objects that room is made ahead for; none when there is nothing to do.
         self._ahead = (0, 0)
 
@@ -111,7 +113,8 @@ class Room:
             objects.unlink(victim)
             fitting.append(victim)
             missing -= size
-        self._evict_all(arena, fitting, evicted := [])
+        evicted: list[int] = []
+        self._evict_all(arena, fitting, evicted)
         self._mark_free(arena, evicted, ())
         return bool(victims)
 

@@ -21,14 +21,14 @@ class World:
     sessions: SessionRegistry
 
     @classmethod
-    def of(cls, *counts: int, share: float = 1.0) -> World:
+    def of(cls, *counts: int, share: float = 1.0, ahead: float = 0.01) -> World:
         arenas, base = [], 0
         for number, count in enumerate(counts):
             descriptor = PoolDescriptor(number, "fake", "", b"", count * GRANULE, GRANULE, base, count, 0, 0)
             arenas.append(Arena.of(number, descriptor, memoryview(bytearray(count * 128))))
             base += count
         numbers = iter(range(1, 1 << 30))
-        return cls(Directory(arenas, share), SessionRegistry(len(counts), lambda: next(numbers)))
+        return cls(Directory(arenas, share, ahead), SessionRegistry(len(counts), lambda: next(numbers)))
 
     def session(self, namespace: bytes = b"n") -> Session:
         return self.sessions.open(self.directory.namespaces.open(namespace), "client", "", 0.0)
@@ -114,13 +114,12 @@ class World:
                 assert (ready, bytes_ready) == (namespace.objects, namespace.stored_bytes)
 
     def check_children(self) -> None:
-        directory = self.directory
-        alive = [entry for entry, state in enumerate(directory.objects.state) if state in (State.RESERVED, State.READY)]
+        objects = self.directory.objects
+        alive = [entry for entry, state in enumerate(objects.state) if state in (State.RESERVED, State.READY)]
         for entry in alive:
             count = sum(
-                directory.objects.parent[child] == entry
-                and directory.objects.parent_generation[child] == directory.objects.generation[entry]
+                objects.parent[child] == entry and objects.parent_generation[child] == objects.generation[entry]
                 for child in alive
             )
-            assert directory.objects.children[entry] == count
-            assert directory.objects.parent[entry] in (NO_ENTRY, *range(directory.objects.total))
+            assert objects.children[entry] == count
+            assert objects.parent[entry] in (NO_ENTRY, *range(objects.total))

@@ -1,0 +1,102 @@
+"""Room that is made while nobody waits: how much, of what, and that a full pool then answers like a free one."""
+
+from __future__ import annotations
+
+import time
+
+from maru_core.protocol.messages import ReserveStatus
+from tests.server.pure import GRANULE, World
+from tests.server.raw import key
+from tests.server.raw import keys as column
+
+
+def keys(first: int, count: int) -> list[bytes]:
+    return [key(number) for number in range(first, first + count)]
+
+
+def make_ahead(world: World) -> int:
+    """Until there is nothing to do; granules that are free then."""
+    while world.directory.is_short():
+        world.directory.make_ahead()
+    world.check()
+    return world.directory.arenas[0].free.free
+
+
+def full(count: int, batch: int, chain: bool = True, length: int = GRANULE) -> World:
+    world = World.of(count)
+    session = world.session()
+    for first in range(0, count // (length // GRANULE), batch):
+        parents = (key(10**6 + first),) if chain else ()
+        assert not any(world.store(session, keys(first, batch), length, parents))
+    return world
+
+
+def test_two_batches_are_kept_free():
+    world = full(1000, 4)
+    assert make_ahead(world) == 8
+    assert world.directory.counters["evicted"] == 8
+    session = world.session()
+    assert world.store(session, keys(5000, 4)) == bytes(4)
+    assert world.directory.counters["evicted"] == 8, "the room that was made is not used"
+    assert make_ahead(world) == 8
+
+
+def test_one_hundredth_of_the_pool_is_kept_free_at_most():
+    for chain in (True, False):
+        world = full(1000, 100, chain)
+        assert make_ahead(world) == 10
+        assert world.directory.counters["evicted"] == 10
+
+
+def test_nothing_is_evicted_while_there_is_room():
+    world = World.of(1000)
+    session = world.session()
+    for first in range(0, 900, 100):
+        world.store(session, keys(first, 100))
+        assert not world.directory.is_short()
+
+
+def test_a_small_pool_keeps_nothing_free():
+    assert make_ahead(full(96, 16)) == 0
+    assert make_ahead(full(800, 10, length=10 * GRANULE)) == 0
+
+
+def test_a_chain_loses_its_tail():
+    world = full(1000, 20)
+    make_ahead(world)
+    session = world.session()
+    assert world.directory.probe(session, keys(0, 20)) == b"\1" * 10 + bytes(10)
+
+
+def test_leased_objects_stay():
+    world = full(400, 100)
+    reader = world.session()
+    assert not any(world.directory.acquire(reader, 1, keys(0, 400), True)[0].translate(None, b"\1"))
+    assert world.store(world.session(), keys(5000, 4)) == bytes([ReserveStatus.NO_ROOM] * 4)
+    assert make_ahead(world) == 0
+    assert not world.directory.is_short(), "it would be tried for ever"
+    assert world.directory.probe(reader, keys(0, 400)) == b"\1" * 400
+
+
+def test_what_is_larger_than_the_room_that_is_missing_stays():
+    world = World.of(1000)
+    session = world.session()
+    world.store(session, keys(0, 1), 500 * GRANULE)
+    world.store(session, keys(1, 500))
+    assert make_ahead(world) == 0
+    assert world.directory.probe(session, keys(0, 1)) == b"\1"
+    # The one that was spared is still the first to go when somebody needs the room.
+    assert world.store(session, keys(9000, 1)) == b"\0"
+    assert world.directory.probe(session, keys(0, 2)) == b"\0\1"
+
+
+def test_a_server_makes_room_when_it_is_idle(start_server, connect):
+    server = start_server("--size", str(1000 * 4224 + 8192))
+    client = connect(server).hello()
+    for first in range(0, 1100, 100):
+        client.store(column(first, 100), 100)
+    pool = {}
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and not pool.get("free"):
+        pool = client.stats()["pools"][0]
+    assert pool["free"] == pool["capacity"] // pool["granule"] // 100 * pool["granule"]
