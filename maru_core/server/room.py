@@ -96,7 +96,7 @@ class Room:
 
         Other victims are left to :meth:`allocate`, which knows what it needs. Returns whether there was a victim.
         """
-        victims = arena.policy.pop(_AHEAD_BATCH)
+        victims = arena.policy.pop(min(missing // pages, _AHEAD_BATCH))
         if self._evict_tail(arena, victims, pages, missing):
             return True
         objects = self._objects
@@ -126,7 +126,7 @@ class Room:
         objects, count = self._objects, len(victims)
         entries = array("I", reversed(victims))
         steps = objects.steps(entries)
-        if steps is None or steps.step * count > missing or steps.step < pages:
+        if steps is None or not pages <= steps.step <= missing // count:
             return False
         homes = objects.home[steps]
         if (

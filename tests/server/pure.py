@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from attrs import define
 
 from maru_core.pool_format import State
@@ -37,7 +39,9 @@ class World:
         """Reserve and commit; returns the statuses of RESERVE."""
         statuses, entries, generations = self.directory.reserve(session, tuple(keys), parents, length)
         new = [at for at, status in enumerate(statuses) if status == 0]
-        answer = self.directory.commit(session, [entries[at] for at in new], [generations[at] for at in new])
+        answer = self.directory.commit(
+            session, *(array("I", [column[at] for at in new]) for column in (entries, generations))
+        )
         assert not any(answer)
         return bytes(statuses)
 

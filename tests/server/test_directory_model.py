@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -66,7 +68,7 @@ class DirectoryModel(RuleBasedStateMachine):
         session = self.clients[who]
         entries, generations = [item[1] for item in picked], [item[2] for item in picked]
         act = self.world.directory.commit if commit else self.world.directory.abort
-        statuses = act(session, entries, generations)
+        statuses = act(session, array("I", entries), array("I", generations))
         for status, (_, _, _, name, epoch) in zip(statuses, picked, strict=True):
             stale = epoch != session.namespace.weights_epoch
             if commit:
@@ -84,7 +86,8 @@ class DirectoryModel(RuleBasedStateMachine):
     def a_stranger_cannot_finish(self, data):
         who, entry, generation, _, _ = data.draw(st.sampled_from(self.writing))
         stranger = self.clients[(who + 1) % 3]
-        assert self.world.directory.commit(stranger, [entry], [generation]) == bytes([CommitStatus.UNKNOWN])
+        handle = array("I", [entry]), array("I", [generation])
+        assert self.world.directory.commit(stranger, *handle) == bytes([CommitStatus.UNKNOWN])
         assert self.world.directory.abort(stranger, [entry], [generation]) == bytes([CommitStatus.UNKNOWN])
         assert self.world.directory.commit(self.clients[who], [entry], [generation - 1]) == b"\1"
 

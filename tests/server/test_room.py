@@ -68,6 +68,48 @@ def test_a_chain_loses_its_tail():
     assert world.directory.probe(session, keys(0, 20)) == b"\1" * 10 + bytes(10)
 
 
+def test_many_are_evicted_together_when_they_lie_together():
+    world = full(4000, 20)
+    assert make_ahead(world) == 40
+    session = world.session()
+    assert world.directory.probe(session, keys(0, 60)) == bytes(40) + b"\1" * 20
+    assert world.directory.counters["evicted"] == 40
+    assert world.store(session, keys(0, 40), parents=(key(59),)) == bytes(40)
+    world.check()
+
+
+def test_objects_that_lie_together_in_two_namespaces_are_counted_in_theirs():
+    world = World.of(1000)
+    for first in range(0, 1000, 5):
+        world.store(world.session(b"%d" % (first % 2)), keys(first, 5))
+    assert make_ahead(world) == 10
+
+
+def test_a_head_older_than_its_tail_waits_for_it():
+    world = World.of(1000)
+    session = world.session()
+    for number in range(20):
+        world.store(session, keys(number, 1), parents=(key(number - 1 if number else 999),))
+    world.store(session, keys(100, 980))
+    assert make_ahead(world) == 10
+    found = world.directory.probe(session, keys(0, 20))
+    assert found == found.rstrip(b"\0") + bytes(20 - len(found.rstrip(b"\0"))), "a hole in the middle of a prefix"
+    assert b"\0" not in found.rstrip(b"\0")
+    assert found[0] == 1
+
+
+def test_a_child_from_elsewhere_keeps_its_parent():
+    world = full(1000, 20)
+    session = world.session()
+    world.directory.delete(session, keys(999, 1))
+    assert world.store(session, keys(5000, 1), parents=(key(19),)) == b"\0"
+    world.check()
+    assert make_ahead(world) == 2
+    world.directory.reserve(session, keys(6000, 20), (), GRANULE)
+    make_ahead(world)
+    assert world.directory.probe(session, keys(19, 1)) == b"\1"
+
+
 def test_leased_objects_stay():
     world = full(400, 100)
     reader = world.session()
