@@ -110,6 +110,18 @@ def test_a_child_from_elsewhere_keeps_its_parent():
     assert world.directory.probe(session, keys(19, 1)) == b"\1"
 
 
+def test_who_took_the_place_of_a_parent_is_no_parent():
+    world = World.of(3, ahead=1.0)
+    session = world.session()
+    parent, child, stranger, heir = keys(0, 4)
+    world.store(session, [parent, child], parents=(key(99),))
+    world.directory.delete(session, [parent])
+    world.store(session, [stranger], parents=(key(99),))
+    world.store(session, [heir], parents=(stranger,))
+    assert make_ahead(world) == 2
+    assert world.directory.probe(session, [child, stranger, heir]) == b"\0\1\0"
+
+
 def test_leased_objects_stay():
     world = full(400, 100)
     reader = world.session()
