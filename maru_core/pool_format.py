@@ -37,12 +37,11 @@ _SUPERBLOCK = struct.Struct("<8sIIQQQ16s16s")
 _CRC = struct.Struct("<I")
 
 #: Everything of a header after its CRC: state, 3 spare bytes, generation, length, session, checksum, namespace
-#: digest, weights epoch, 4 spare bytes, key, parent key. With the CRC in front it is HEADER_SIZE bytes.
+#: digest, weights epoch, 4 spare bytes, parent key, key. With the CRC in front it is HEADER_SIZE bytes. In a chain the
+#: parent of a key is the key before it, so the last 64 bytes of its headers are windows of one column of keys.
 HEADER_BODY: Final = struct.Struct("<B3xIQQQ16sQ4x32s32s")
 #: The same up to the keys, for writers that put many headers together.
 HEADER_PREFIX: Final = struct.Struct("<B3xIQQQ16sQ4x")
-#: CRC and state: what ``commit`` rewrites together with the checksum.
-HEADER_CRC_STATE: Final = struct.Struct("<IB")
 #: state, generation, length as a reader needs them, at HEADER_VIEW_OFFSET.
 HEADER_VIEW: Final = struct.Struct("<B3xIQ")
 HEADER_VIEW_OFFSET: Final = 4
@@ -70,8 +69,8 @@ class Header:
     checksum: int
     digest: bytes
     weights_epoch: int
-    key: bytes
     parent: bytes
+    key: bytes
 
 
 @frozen
@@ -143,8 +142,8 @@ def pack_header(header: Header) -> bytes:
         header.checksum,
         header.digest,
         header.weights_epoch,
-        header.key,
         header.parent,
+        header.key,
     )
     return _CRC.pack(zlib.crc32(body)) + body
 
@@ -154,7 +153,7 @@ def unpack_header(raw: bytes | memoryview) -> Header | None:
     body = bytes(raw[_CRC.size : HEADER_SIZE])
     if len(body) != HEADER_BODY.size or bytes(raw[: _CRC.size]) != _CRC.pack(zlib.crc32(body)):
         return None
-    state, generation, length, session, checksum, digest, weights_epoch, key, parent = HEADER_BODY.unpack(body)
+    state, generation, length, session, checksum, digest, weights_epoch, parent, key = HEADER_BODY.unpack(body)
     if state not in State._value2member_map_:
         return None
-    return Header(State(state), generation, length, session, checksum, digest, weights_epoch, key, parent)
+    return Header(State(state), generation, length, session, checksum, digest, weights_epoch, parent, key)

@@ -15,6 +15,8 @@ from maru_core.protocol.codec import decode, describe
 
 #: Requests that may wait in a socket that is not connected; more than that and the caller is told at once.
 SEND_QUEUE = 1000
+#: A plain number: combining and passing enumeration members takes time.
+_NOBLOCK = int(zmq.NOBLOCK)
 
 
 class Channel:
@@ -50,7 +52,7 @@ class Channel:
     def send(self, frame: bytes) -> None:
         """Queue one frame; raises Unavailable at once when the queue is full or the socket is closed."""
         try:
-            self._socket.send(frame, zmq.NOBLOCK)
+            self._socket.send(frame, _NOBLOCK)
         except zmq.Again:
             raise Unavailable(f"{SEND_QUEUE} requests already wait for the server at {self._url}") from None
         except zmq.ZMQError as error:
@@ -104,7 +106,7 @@ class Channel:
         socket = self._socket
         try:
             if timeout <= 0:
-                return socket.recv(zmq.NOBLOCK)
+                return socket.recv(_NOBLOCK)
             milliseconds = math.ceil(timeout * 1000)
             if milliseconds != self._timeout_ms:
                 socket.setsockopt(zmq.RCVTIMEO, milliseconds)

@@ -12,6 +12,8 @@ from maru_core.protocol import Presence, ReserveStatus
 from maru_core.protocol.codec import column_u8, unpack_u32, unpack_u64
 from maru_core.protocol.messages import PoolDescriptor
 
+_NEW = int(ReserveStatus.NEW)
+_READY = int(Presence.READY)
 _MAX_RESERVE = max(ReserveStatus)
 _MAX_PRESENCE = max(Presence)
 _KEY_SIZES = {KEY_SIZE}
@@ -19,7 +21,7 @@ _KEY_SIZES = {KEY_SIZE}
 
 def join_keys(keys: Sequence[bytes]) -> bytes:
     """The packed column of ``keys``; raises ProtocolError unless each has 32 bytes."""
-    if not set(map(len, keys)) <= _KEY_SIZES:
+    if set(map(len, keys)) != _KEY_SIZES and keys:
         wrong = next(key for key in keys if len(key) != KEY_SIZE)
         raise ProtocolError(f"a key must have {KEY_SIZE} bytes, got {len(wrong)}")
     return b"".join(keys)
@@ -34,7 +36,7 @@ def expect_results(results: list[Any], count: int, op: str) -> None:
 def statuses_of(blob: object, count: int, highest: int) -> bytes:
     """A checked status column: one known status per key."""
     statuses = column_u8(blob, count)
-    if count and max(statuses) > highest:
+    if statuses.count(0) < count and max(statuses) > highest:
         raise ProtocolError(f"unknown status {max(statuses)} in a reply, the highest known is {highest}")
     return statuses
 
@@ -50,10 +52,13 @@ def reserved(
     """Statuses, entries and generations of a RESERVE reply. ``uniform``: all lengths are equal."""
     expect_results(results, 3, "RESERVE")
     count = len(lengths)
-    statuses = statuses_of(results[0], count, _MAX_RESERVE)
+    statuses = column_u8(results[0], count)
     entries = unpack_u32(results[1], count)
     generations = unpack_u32(results[2], count)
-    _check_places(statuses, ReserveStatus.NEW, entries, lengths, uniform, pools)
+    if statuses.count(_NEW) < count:
+        statuses_of(statuses, count, _MAX_RESERVE)
+        uniform = False
+    _check_places(statuses, _NEW, entries, lengths, uniform, pools)
     return statuses, entries, generations
 
 
@@ -65,14 +70,17 @@ def acquired(
     lease = results[0]
     if type(lease) is not int or lease < 0:
         raise ProtocolError(f"a lease must be a number, got {lease!r}")
-    statuses = presence_of(results[1], count)
+    statuses = column_u8(results[1], count)
     entries = unpack_u32(results[2], count)
     generations = unpack_u32(results[3], count)
     lengths = unpack_u64(results[4], count)
-    if not lease and Presence.READY in statuses:
+    ready = statuses.count(_READY)
+    if ready and not lease:
         raise ProtocolError("a reply to ACQUIRE grants keys without a lease")
-    uniform = count > 0 and lengths.count(lengths[0]) == count
-    _check_places(statuses, Presence.READY, entries, lengths, uniform, pools)
+    if ready < count:
+        presence_of(statuses, count)
+    uniform = ready == count > 0 and lengths == lengths[:1] * count
+    _check_places(statuses, _READY, entries, lengths, uniform, pools)
     return lease, statuses, entries, generations, lengths
 
 
@@ -86,13 +94,14 @@ def _check_places(
 ) -> None:
     """Raise ProtocolError when a granted object does not lie wholly inside one pool.
 
-    The usual case, everything granted in one pool at one length, needs no loop.
+    ``uniform``: all are granted, at one length. In one pool this usual case needs no loop.
     """
     if not entries:
         return
-    if uniform and len(pools) == 1 and statuses.count(granted) == len(statuses):
-        pool, pages = pools[0], max(1, -(-lengths[0] // pools[0].granule))
-        if min(entries) >= pool.entry_base and max(entries) + pages <= pool.entry_base + pool.entry_count:
+    if uniform and len(pools) == 1:
+        pool = pools[0]
+        base, pages = pool.entry_base, max(1, -(-lengths[0] // pool.granule))
+        if max(entries) + pages <= base + pool.entry_count and (not base or min(entries) >= base):
             return
     for index, status in enumerate(statuses):
         if status == granted:

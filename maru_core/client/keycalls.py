@@ -18,6 +18,7 @@ from maru_core.client.regions import Regions
 from maru_core.client.session import Session
 from maru_core.client.values import Grants, Lease
 from maru_core.errors import ProtocolError, StaleEpoch, Unavailable
+from maru_core.pool_format import KEY_SIZE
 from maru_core.protocol import MAX_KEYS, CommitStatus, Op
 from maru_core.protocol.codec import pack_u32, pack_u64
 
@@ -106,6 +107,8 @@ class KeyCalls:
                 f"{count} keys with {len(lengths)} lengths and {'no' if parents is None else len(parents)} parents; "
                 f"give one of each per key"
             )
+        if chain is not None and len(chain) != KEY_SIZE:
+            raise ProtocolError(f"a key must have {KEY_SIZE} bytes, got {len(chain)}")
         same_length = uniform or len(set(lengths)) == 1
         epoch = self._link.weights_epoch if weights_epoch is None else weights_epoch
         statuses, entries, generations = b"", array("I"), array("I")
@@ -117,7 +120,7 @@ class KeyCalls:
                 elif chain is None:
                     preceding = join_keys(parents[part.start : part.stop])  # type: ignore[arg-type]
                 else:
-                    preceding = join_keys((keys[part.start - 1] if part.start else chain,))
+                    preceding = keys[part.start - 1] if part.start else chain
                 arguments: list[Any] = [
                     epoch,
                     join_keys(keys[part.start : part.stop]),

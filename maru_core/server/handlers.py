@@ -196,10 +196,22 @@ class Handlers:
         }
         return stats.collect(server, self.directory, self.sessions)
 
-    def settle(self) -> None:
-        """Finish the bookkeeping of what was just answered; call it when the replies are sent."""
+    def settle(self) -> bool:
+        """Finish the bookkeeping of what was just answered, once the replies are sent; whether a pool is short of room.
+
+        While it is, call :meth:`make_ahead` whenever nobody waits for an answer.
+        """
         try:
             self.directory.settle()
+            return self.directory.is_short()
+        except Exception as error:  # noqa: BLE001 - the loop outlives any request
+            self._failure(0, error)
+            return False
+
+    def make_ahead(self) -> None:
+        """Make a little room for requests to come. Takes tens of microseconds."""
+        try:
+            self.directory.make_ahead()
         except Exception as error:  # noqa: BLE001 - the loop outlives any request
             self._failure(0, error)
 
@@ -309,7 +321,7 @@ class Handlers:
         sizes = requests.lengths(length, total)
         statuses, entries, generations = bytearray(), array("I"), array("I")
         for at in range(0, total, SLICE):
-            part = requests.key_slice(keys, at, SLICE)
+            part, packed = requests.key_slice(keys, at, SLICE)
             if weights_epoch != session.namespace.weights_epoch:
                 statuses += bytes([ReserveStatus.REFUSED]) * len(part)
                 entries.extend([NO_ENTRY] * len(part))
@@ -319,10 +331,10 @@ class Handlers:
                 if chain:
                     part_parents = (parents if at == 0 else keys[(at - 1) * KEY_SIZE : at * KEY_SIZE],)
                 else:
-                    part_parents = requests.key_slice(parents, at, SLICE)
+                    part_parents = requests.key_slice(parents, at, SLICE)[0]
                 part_sizes = sizes if type(sizes) is int else sizes[at : at + SLICE]  # type: ignore[index]
-                got = self.directory.reserve(session, part, part_parents, part_sizes)
-                if at:
+                got = self.directory.reserve(session, part, part_parents, part_sizes, packed)
+                if total > SLICE:
                     statuses += got[0]
                     entries += got[1]
                     generations += got[2]
@@ -343,7 +355,7 @@ class Handlers:
             if session.closed:
                 return
             part = slice(at, at + SLICE)
-            self.directory.abort(session, entries[part].tolist(), generations[part].tolist())
+            self.directory.abort(session, entries[part], generations[part])
             yield
 
     def _commit(self, session: Session, request: int, raw: list[Any]) -> Steps:
@@ -355,9 +367,7 @@ class Handlers:
                 yield
                 self._go_on(session, request)
             part = slice(at, at + SLICE)
-            statuses += self.directory.commit(
-                session, entries[part].tolist(), generations[part].tolist(), checksums[part]
-            )
+            statuses += self.directory.commit(session, entries[part], generations[part], checksums[part])
         return [statuses]
 
     def _abort(self, session: Session, request: int, raw: list[Any]) -> Steps:
@@ -368,7 +378,7 @@ class Handlers:
                 yield
                 self._go_on(session, request)
             part = slice(at, at + SLICE)
-            statuses += self.directory.abort(session, entries[part].tolist(), generations[part].tolist())
+            statuses += self.directory.abort(session, entries[part], generations[part])
         return [statuses]
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -382,9 +392,9 @@ class Handlers:
             if at:
                 yield
                 self._go_on(session, request)
-            part = requests.key_slice(keys, at, SLICE)
+            part, packed = requests.key_slice(keys, at, SLICE)
             current = weights_epoch == session.namespace.weights_epoch
-            statuses += self.directory.probe(session, part) if current else bytes(len(part))
+            statuses += self.directory.probe(session, part, packed) if current else bytes(len(part))
         return [statuses]
 
     def _acquire(self, session: Session, request: int, raw: list[Any]) -> Steps:
@@ -393,9 +403,10 @@ class Handlers:
         requests.flag(leading, "leading only")
         total = requests.key_count(keys)
         lease = next(self._leases)
-        statuses, entries, generations, lengths = bytearray(), array("I"), array("I"), array("Q")
+        statuses: bytes | bytearray = bytearray()
+        entries, generations, lengths = array("I"), array("I"), array("Q")
         for at in range(0, total, SLICE):
-            part = requests.key_slice(keys, at, SLICE)
+            part, packed = requests.key_slice(keys, at, SLICE)
             current = weights_epoch == session.namespace.weights_epoch
             stopped = leading and at and statuses[-1] != Presence.READY
             if not current or stopped:
@@ -405,8 +416,8 @@ class Handlers:
                 generations.extend([0] * len(part))
                 lengths.extend([0] * len(part))
             else:
-                got = self.directory.acquire(session, lease, part, leading)
-                if at:
+                got = self.directory.acquire(session, lease, part, leading, packed)
+                if total > SLICE:
                     statuses += got[0]
                     entries += got[1]
                     generations += got[2]
@@ -459,7 +470,7 @@ class Handlers:
             if at:
                 yield
                 self._go_on(session, request)
-            part = requests.key_slice(keys, at, DELETE_SLICE)
+            part, _ = requests.key_slice(keys, at, DELETE_SLICE)
             current = weights_epoch == session.namespace.weights_epoch
             statuses += self.directory.delete(session, part) if current else bytes(len(part))
         return [statuses]
@@ -486,7 +497,7 @@ _ATTACHED_ONLY = frozenset(
 
 def _taken(statuses: bytearray, entries: array[int], generations: array[int]) -> tuple[array[int], array[int]]:
     """Entries and generations of the keys that were answered NEW."""
-    if not any(statuses):
+    if statuses.count(ReserveStatus.NEW) == len(statuses):
         return entries, generations
     new = statuses.translate(_IS_NEW)
     return array("I", compress(entries, new)), array("I", compress(generations, new))

@@ -16,6 +16,8 @@ from maru_core.pool_format import (
     HEADER_PREFIX,
     HEADER_SIZE,
     HEADER_VIEW_OFFSET,
+    KEY_SIZE,
+    NO_KEY,
     Header,
     State,
     unpack_header,
@@ -24,7 +26,27 @@ from maru_core.pool_format import (
 _WORDS = HEADER_SIZE // 4
 _CRC_GAP = bytes(4)
 _RESERVED = int(State.RESERVED)
+_PAIR = f"{2 * KEY_SIZE}s"
+_WHOLE = f"{HEADER_SIZE}s"
 _BODY_AFTER_CRC = f"4x{HEADER_BODY.size}s"
+
+
+def chain_pairs(parent: bytes, keys: bytes) -> list[bytes]:
+    """Each key of a column behind the key before it, as headers hold them; the first one behind ``parent``."""
+    count = len(keys) // KEY_SIZE
+    windows = memoryview(parent + keys)
+    even, odd = (count + 1) // 2, count // 2
+    pairs = [b""] * count
+    pairs[0::2] = struct.unpack_from(_PAIR * even, windows)
+    pairs[1::2] = struct.unpack_from(_PAIR * odd, windows, KEY_SIZE)
+    return pairs
+
+
+def pairs_of(parents: Sequence[bytes], keys: Sequence[bytes]) -> list[bytes]:
+    """Each key behind its parent; ``parents`` is empty when none has one."""
+    if not parents:
+        return [NO_KEY + key for key in keys]
+    return [parent + key for parent, key in zip(parents, keys, strict=True)]
 
 
 class HeaderTable:
@@ -43,54 +65,59 @@ class HeaderTable:
         self,
         start: int,
         stride: int,
-        keys: Sequence[bytes],
-        parents: Sequence[bytes],
+        pairs: Sequence[bytes],
         generations: Sequence[int],
         length: int,
         session: int,
         digest: bytes,
         weights_epoch: int,
     ) -> None:
-        """RESERVED headers of ``len(keys)`` objects at ``start``, ``start + stride``, … of ``length`` bytes each."""
-        count = len(keys)
-        uniform = generations.count(generations[0]) == count
-        prefixes = [
-            HEADER_PREFIX.pack(_RESERVED, generation, length, session, 0, digest, weights_epoch)
-            for generation in (generations[:1] if uniform else generations)
-        ]
-        pieces: list[bytes] = [_CRC_GAP] * (4 * count)
-        pieces[1::4] = prefixes * count if uniform else prefixes
-        pieces[2::4] = keys
-        pieces[3::4] = parents
-        headers = b"".join(pieces)
+        """RESERVED headers of ``len(pairs)`` objects at ``start``, ``start + stride``, … of ``length`` bytes each.
+
+        ``pairs``: parent key and key of each (:func:`chain_pairs`, :func:`pairs_of`).
+        """
+        count = len(pairs)
+        pack = HEADER_PREFIX.pack
+        if len(set(generations)) == 1:
+            front = _CRC_GAP + pack(_RESERVED, generations[0], length, session, 0, digest, weights_epoch)
+            headers = front.join((b"", *pairs))
+        else:
+            fronts = {
+                generation: _CRC_GAP + pack(_RESERVED, generation, length, session, 0, digest, weights_epoch)
+                for generation in set(generations)
+            }
+            headers = b"".join([fronts[generation] + pair for generation, pair in zip(generations, pairs, strict=True)])
         crcs = array("I", map(crc32, struct.unpack(_BODY_AFTER_CRC * count, headers)))
         first = start - self._base
         # The CRCs come last: a reader in between sees a torn header, never a wrong one.
+        table = self._bytes
         if stride == 1:
-            self._bytes[first * HEADER_SIZE : (first + count) * HEADER_SIZE] = headers
+            table[first * HEADER_SIZE : (first + count) * HEADER_SIZE] = headers
         else:
-            for number in range(count):
-                at = (first + number * stride) * HEADER_SIZE
-                self._bytes[at : at + HEADER_SIZE] = headers[number * HEADER_SIZE : (number + 1) * HEADER_SIZE]
+            at, step = first * HEADER_SIZE, stride * HEADER_SIZE
+            for header in struct.unpack(_WHOLE * count, headers):
+                table[at : at + HEADER_SIZE] = header
+                at += step
         begin = first * _WORDS
         step = stride * _WORDS
         self._words[begin : begin + count * step : step] = memoryview(crcs)
 
-    def change_state(self, entries: list[int], old: State, new: State) -> None:
-        """Rewrite the state of headers whose state is ``old``; their CRCs follow."""
+    def change_steps(self, entries: slice, old: State, new: State) -> None:
+        """Rewrite the state of headers in even steps whose state is ``old``; their CRCs follow."""
+        first, last = entries.start - self._base, entries.stop - 1 - self._base
+        step = entries.step * HEADER_SIZE
+        states = self._bytes[first * HEADER_SIZE + HEADER_VIEW_OFFSET : (last + 1) * HEADER_SIZE : step]
+        count = len(states)
+        states[:] = bytes([new]) * count
+        crcs = self._words[first * _WORDS : (last + 1) * _WORDS : entries.step * _WORDS]
+        # All of them in one operation on a long number.
+        flips = int.from_bytes(self._flip[old ^ new].to_bytes(4, "little") * count, "little")
+        flipped = int.from_bytes(crcs.tobytes(), "little") ^ flips
+        crcs[:] = memoryview(flipped.to_bytes(4 * count, "little")).cast("I")
+
+    def change_state(self, entries: Sequence[int], old: State, new: State) -> None:
+        """The same for headers anywhere."""
         flip = self._flip[old ^ new]
-        count = len(entries)
-        first = entries[0] - self._base
-        stride = entries[1] - entries[0] if count > 1 else 1
-        if stride > 0 and entries == list(range(entries[0], entries[0] + count * stride, stride)):
-            step = stride * HEADER_SIZE
-            begin = first * HEADER_SIZE + HEADER_VIEW_OFFSET
-            self._bytes[begin : begin + count * step : step] = bytes([new]) * count
-            step = stride * _WORDS
-            begin = first * _WORDS
-            crcs = self._words[begin : begin + count * step : step]
-            crcs[:] = memoryview(array("I", [crc ^ flip for crc in crcs.tolist()]))
-            return
         states, words, base = self._bytes, self._words, self._base
         for entry in entries:
             at = entry - base

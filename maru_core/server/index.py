@@ -19,23 +19,25 @@ class KeyIndex:
         self._shards: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
         #: By last byte of the key.
         self._route = self._shards * (256 // _SHARDS)
+        self._getters = [shard.get for shard in self._route]
         self._cursor = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._shards))
 
-    def find(self, keys: Sequence[bytes]) -> list[int | None]:
-        """The entry of each key, ``None`` where there is none."""
-        shards = map(self._route.__getitem__, b"".join(keys)[_LAST :: _LAST + 1])
-        return list(map(dict.get, shards, keys))
+    def find(self, keys: Sequence[bytes], packed: bytes | None = None) -> list[int | None]:
+        """The entry of each key, ``None`` where there is none. ``packed``: the keys as one column, if at hand."""
+        column = b"".join(keys) if packed is None else packed
+        getters = self._getters
+        return [getters[last](key) for last, key in zip(column[_LAST :: _LAST + 1], keys, strict=True)]
 
     def get(self, key: bytes) -> int | None:
         """The entry of one key."""
         return self._route[key[_LAST]].get(key)
 
-    def put(self, keys: Sequence[bytes], entries: Iterable[int]) -> None:
-        """Enter keys; those beyond the last of ``entries`` are left out."""
-        shards = map(self._route.__getitem__, b"".join(keys)[_LAST :: _LAST + 1])
+    def put(self, keys: Sequence[bytes], entries: Iterable[int], packed: bytes) -> None:
+        """Enter keys, ``packed`` as one column; those beyond the last of ``entries`` are left out."""
+        shards = map(self._route.__getitem__, packed[_LAST :: _LAST + 1])
         for shard, key, entry in zip(shards, keys, entries, strict=False):
             shard[key] = entry
 
@@ -46,6 +48,17 @@ class KeyIndex:
             return False
         del shard[key]
         return True
+
+    def remove_all(self, keys: Iterable[bytes], entries: Iterable[int]) -> list[tuple[bytes, int]]:
+        """:meth:`remove` for many; returns those that were not here."""
+        route, strange = self._route, []
+        for key, entry in zip(keys, entries, strict=True):
+            shard = route[key[_LAST]]
+            if shard.get(key) == entry:
+                del shard[key]
+            else:
+                strange.append((key, entry))
+        return strange
 
     def take_any(self) -> int | None:
         """Remove some key and return its entry; ``None`` when empty."""

@@ -24,6 +24,9 @@ _LARGE = 64 * 1024
 #: Messages that wait per peer in each direction. A peer that does not read loses further replies.
 _RECEIVE_LIMIT = 32
 _SEND_LIMIT = 256
+#: Plain numbers: combining enumeration members takes time.
+_NOBLOCK = int(zmq.NOBLOCK)
+_NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class ServerLoop:
@@ -66,16 +69,17 @@ class ServerLoop:
         """Serve."""
         handlers, tasks, receive, clock = self._handlers, self._tasks, self._socket.recv, self._clock
         more = self._socket.getsockopt
-        large = False
+        large = ahead = False
         busy_since = clock()
         next_sweep = busy_since + SWEEP_INTERVAL
         while not self._stopping:
             peer, frame = b"", None
             try:
-                peer = receive(zmq.NOBLOCK if tasks else 0)
+                peer = receive(_NOBLOCK if tasks or ahead else 0)
                 frame = receive()
             except zmq.Again:
-                pass
+                if ahead and not tasks:
+                    handlers.make_ahead()
             heavy = bool(tasks) or (frame is not None and len(frame) > _LARGE)
             started = time.thread_time() if heavy else 0.0
             if frame is not None:
@@ -96,7 +100,7 @@ class ServerLoop:
                     tasks.append((peer, task))
                 elif task.reply is not None:
                     self._send(peer, task.reply)
-            handlers.settle()
+            ahead = handlers.settle()
             if heavy:
                 handlers.longest_turn = max(handlers.longest_turn, time.thread_time() - started)
             now = clock()
@@ -115,8 +119,8 @@ class ServerLoop:
 
     def _send(self, peer: bytes, reply: bytes) -> None:
         try:
-            self._socket.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
-            self._socket.send(reply, zmq.NOBLOCK)
+            self._socket.send(peer, _NOBLOCK_MORE)
+            self._socket.send(reply, _NOBLOCK)
         except zmq.ZMQError:
             # The peer is gone or does not read; it will time out and cancel. Nobody else waits for it.
             self._handlers.directory.counters["replies_dropped"] += 1

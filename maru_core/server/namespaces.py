@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from attrs import define, field
@@ -38,6 +38,11 @@ class NamespaceState:
         """Take ``entry`` out of whichever index still has it under ``key``."""
         if not self.index.remove(key, entry):
             any(old.remove(key, entry) for old in self.draining)
+
+    def forget_all(self, keys: Iterable[bytes], entries: Iterable[int]) -> None:
+        """:meth:`forget` for many."""
+        for key, entry in self.index.remove_all(keys, entries):
+            self.forget(key, entry)
 
 
 class Namespaces:

@@ -14,6 +14,7 @@ from maru_core.protocol.codec import describe, unpack_u32, unpack_u64
 from maru_core.protocol.messages import MAX_KEYS, MAX_TEXT
 
 _U64 = 1 << 64
+_KEY = f"{KEY_SIZE}s"
 
 
 @frozen
@@ -79,11 +80,10 @@ def within_limit(count: int) -> int:
     return count
 
 
-def key_slice(blob: bytes, at: int, count: int) -> tuple[bytes, ...]:
-    """Keys ``at .. at+count-1`` of a packed column; fewer at its end."""
+def key_slice(blob: bytes, at: int, count: int) -> tuple[tuple[bytes, ...], bytes]:
+    """Keys ``at .. at+count-1`` of a packed column, fewer at its end; and the same as a column."""
     part = blob[at * KEY_SIZE : (at + count) * KEY_SIZE] if at or len(blob) > count * KEY_SIZE else blob
-    keys: tuple[bytes, ...] = struct.unpack(f"{KEY_SIZE}s" * (len(part) // KEY_SIZE), part)
-    return keys
+    return struct.unpack(_KEY * (len(part) // KEY_SIZE), part), part
 
 
 def lengths(value: object, count: int) -> int | array[int]:

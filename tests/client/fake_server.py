@@ -131,7 +131,7 @@ class FakeServer:
     def _header(self, entry: int, state: State) -> None:
         key, generation, size = self.held[entry]
         descriptor = self._pool.region.descriptor
-        raw = pack_header(Header(state, generation, size, 1, 0, self._digest, self.weights_epoch, key, bytes(32)))
+        raw = pack_header(Header(state, generation, size, 1, 0, self._digest, self.weights_epoch, bytes(32), key))
         self._pool.region.buffer[descriptor.header_at(entry) :][: len(raw)] = raw
 
     def damage(self, key: bytes) -> None:

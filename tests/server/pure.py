@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from attrs import define
 
 from maru_core.pool_format import State
@@ -21,14 +23,14 @@ class World:
     sessions: SessionRegistry
 
     @classmethod
-    def of(cls, *counts: int, share: float = 1.0) -> World:
+    def of(cls, *counts: int, share: float = 1.0, ahead: float = 0.01) -> World:
         arenas, base = [], 0
         for number, count in enumerate(counts):
             descriptor = PoolDescriptor(number, "fake", "", b"", count * GRANULE, GRANULE, base, count, 0, 0)
             arenas.append(Arena.of(number, descriptor, memoryview(bytearray(count * 128))))
             base += count
         numbers = iter(range(1, 1 << 30))
-        return cls(Directory(arenas, share), SessionRegistry(len(counts), lambda: next(numbers)))
+        return cls(Directory(arenas, share, ahead), SessionRegistry(len(counts), lambda: next(numbers)))
 
     def session(self, namespace: bytes = b"n") -> Session:
         return self.sessions.open(self.directory.namespaces.open(namespace), "client", "", 0.0)
@@ -37,7 +39,9 @@ class World:
         """Reserve and commit; returns the statuses of RESERVE."""
         statuses, entries, generations = self.directory.reserve(session, tuple(keys), parents, length)
         new = [at for at, status in enumerate(statuses) if status == 0]
-        answer = self.directory.commit(session, [entries[at] for at in new], [generations[at] for at in new])
+        answer = self.directory.commit(
+            session, *(array("I", [column[at] for at in new]) for column in (entries, generations))
+        )
         assert not any(answer)
         return bytes(statuses)
 
@@ -57,24 +61,24 @@ class World:
             taken: dict[int, str] = {}
             reserved = used = objects = leased = 0
             for entry in range(arena.base, arena.end):
-                state = directory.state[entry]
+                state = directory.objects.state[entry]
                 if state == State.FREE or entry in taken:
                     continue
-                for granule in range(entry, entry + directory.pages[entry]):
+                for granule in range(entry, entry + directory.objects.pages[entry]):
                     assert granule not in taken, "objects overlap"
                     taken[granule] = "object"
                 header = arena.headers.read(entry)
                 assert header is not None, "a header is torn"
                 assert header.state == state
-                assert header.generation == directory.generation[entry] > 0
-                assert header.key == directory.key[entry]
-                assert header.length == directory.length[entry]
-                pages = directory.pages[entry]
+                assert header.generation == directory.objects.generation[entry] > 0
+                assert header.key == directory.objects.key[entry]
+                assert header.length == directory.objects.length[entry]
+                pages = directory.objects.pages[entry]
                 reserved += pages * (state == State.RESERVED)
                 used += pages * (state != State.RESERVED)
                 objects += state == State.READY
-                leased += pages * (directory.readers[entry] > 0)
-                assert directory.readers[entry] == sum(entry in session.held for session in sessions)
+                leased += pages * (directory.objects.readers[entry] > 0)
+                assert directory.objects.readers[entry] == sum(entry in session.held for session in sessions)
             for start, length in arena.free.runs():
                 for granule in range(start + arena.base, start + arena.base + length):
                     assert granule not in taken, "a free granule belongs to an object"
@@ -85,13 +89,13 @@ class World:
             assert (reserved, used, objects, leased) == (arena.reserved, arena.used, arena.objects, arena.leased)
             for session in sessions:
                 mine = [entry for entry in session.reserved | session.doomed if arena.base <= entry < arena.end]
-                assert session.reserved_pages[arena.number] == sum(directory.pages[entry] for entry in mine)
+                assert session.reserved_pages[arena.number] == sum(directory.objects.pages[entry] for entry in mine)
                 held = [entry for entry in session.held if arena.base <= entry < arena.end]
-                assert session.leased_pages[arena.number] == sum(directory.pages[entry] for entry in held)
+                assert session.leased_pages[arena.number] == sum(directory.objects.pages[entry] for entry in held)
         owned = [entry for session in sessions for entry in session.reserved | session.doomed]
-        assert len(owned) == len(set(owned)) == sum(state == State.RESERVED for state in directory.state)
+        assert len(owned) == len(set(owned)) == sum(state == State.RESERVED for state in directory.objects.state)
         for session in sessions:
-            assert all(directory.state[entry] in (State.READY, State.RETIRING) for entry in session.held)
+            assert all(directory.objects.state[entry] in (State.READY, State.RETIRING) for entry in session.held)
         self.check_indexes()
         self.check_children()
 
@@ -101,25 +105,25 @@ class World:
             ready = bytes_ready = 0
             for shard in namespace.index._shards:
                 for key, entry in shard.items():
-                    assert directory.key[entry] == key
-                    assert directory.state[entry] in (State.RESERVED, State.READY)
+                    assert directory.objects.key[entry] == key
+                    assert directory.objects.state[entry] in (State.RESERVED, State.READY)
                     arena = next(a for a in directory.arenas if a.base <= entry < a.end)
                     header = arena.headers.read(entry)
                     assert header is not None
                     assert header.digest == namespace.digest
-                    if directory.state[entry] == State.READY:
+                    if directory.objects.state[entry] == State.READY:
                         ready += 1
-                        bytes_ready += directory.length[entry]
+                        bytes_ready += directory.objects.length[entry]
             if not namespace.draining:
                 assert (ready, bytes_ready) == (namespace.objects, namespace.stored_bytes)
 
     def check_children(self) -> None:
-        directory = self.directory
-        alive = [entry for entry, state in enumerate(directory.state) if state in (State.RESERVED, State.READY)]
+        objects = self.directory.objects
+        alive = [entry for entry, state in enumerate(objects.state) if state in (State.RESERVED, State.READY)]
         for entry in alive:
             count = sum(
-                directory.parent[child] == entry and directory.parent_generation[child] == directory.generation[entry]
+                objects.parent[child] == entry and objects.parent_generation[child] == objects.generation[entry]
                 for child in alive
             )
-            assert directory.children[entry] == count
-            assert directory.parent[entry] in (NO_ENTRY, *range(directory.total))
+            assert objects.children[entry] == count
+            assert objects.parent[entry] in (NO_ENTRY, *range(objects.total))

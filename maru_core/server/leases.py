@@ -1,0 +1,199 @@
+"""Who reads what: leases of READY objects, and how much of a pool one session may hold that way."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from maru_core.protocol.messages import NO_ENTRY, Presence
+from maru_core.server.objects import READY, RESERVED, RETIRING, Objects, Postponed
+from maru_core.server.room import Room
+from maru_core.server.sessions import Session
+
+_ABSENT = int(Presence.ABSENT)
+#: Presence by state of an object that is in an index.
+PRESENCE = {RESERVED: int(Presence.WRITING), READY: int(Presence.READY)}
+_IS_READY = bytes([READY])
+_FOUND = bytes([Presence.READY])
+
+Acquired = tuple[bytes | bytearray, "array[int]", "array[int]", "array[int]"]
+
+
+class Leases:
+    """``share``: the part of a pool that one session may lease. ``counters``: hits and misses."""
+
+    def __init__(
+        self, objects: Objects, room: Room, postponed: Postponed, counters: dict[str, int], share: float
+    ) -> None:
+        self._objects = objects
+        self._room = room
+        self._postponed = postponed
+        self._counters = counters
+        self._limits = [int((arena.end - arena.base) * share) for arena in objects.arenas]
+
+    def presence(self, found: Sequence[int | None]) -> bytes:
+        """A Presence for each entry of an index, ``None`` where it has none."""
+        state = self._objects.state
+        return bytes([_ABSENT if entry is None else PRESENCE[state[entry]] for entry in found])
+
+    def acquire(self, session: Session, lease: int, found: list[int | None], leading: bool) -> Acquired:
+        """:meth:`Directory.acquire` for keys that the index has at ``found``."""
+        count = len(found)
+        entries = _column(found) if None not in found else None
+        objects = self._objects
+        steps = objects.steps(entries) if entries is not None else None
+        if entries is not None and steps is not None and objects.state[steps] == _IS_READY * count:
+            # What was stored together lies together, and is usually found together.
+            number = objects.arena_of(entries[0]).number
+            if session.leased_pages[number] + sum(objects.pages[steps]) <= self._limits[number]:
+                self._take(session, lease, entries)
+                self._counters["hits"] += count
+                return _FOUND * count, entries, objects.generation[steps], objects.length[steps]
+        return self._acquire_one_by_one(session, lease, found, leading)
+
+    def _acquire_one_by_one(self, session: Session, lease: int, found: list[int | None], leading: bool) -> Acquired:
+        count = len(found)
+        statuses = bytearray(self.presence(found))
+        if leading:
+            head = count - len(statuses.lstrip(_FOUND))
+            statuses[head + 1 :] = bytes(max(0, count - head - 1))
+        hits = [entry for entry, status in zip(found, statuses, strict=True) if status == Presence.READY]
+        held = session.held
+        fresh = [entry for entry in dict.fromkeys(hits) if entry not in held]
+        if fresh and not self._within_share(session, fresh):  # type: ignore[arg-type]
+            hits = self._cut_to_share(session, found, statuses, leading)  # type: ignore[assignment]
+        entries = _column(hits)
+        if hits:
+            self._take(session, lease, entries)
+        self._counters["hits"] += len(hits)
+        self._counters["misses"] += count - len(hits)
+        generation, length = self._objects.generation, self._objects.length
+        generations = array("I", [generation[entry] for entry in entries])
+        lengths = array("Q", [length[entry] for entry in entries])
+        if len(hits) < count:
+            return statuses, *_spread(statuses, entries, generations, lengths)
+        return statuses, entries, generations, lengths
+
+    def _take(self, session: Session, lease: int, hits: array[int]) -> None:
+        """``lease`` begins to hold ``hits`` as soon as the reply is sent; nobody comes before that."""
+
+        def hold() -> None:
+            held = session.held
+            fresh: Sequence[int]
+            unique = dict.fromkeys(hits, 1)
+            if len(unique) == len(hits) and held.keys().isdisjoint(unique):
+                held.update(unique)
+                fresh = hits
+            else:
+                fresh = [entry for entry in unique if entry not in held]
+                for entry in hits:
+                    held[entry] = held.get(entry, 0) + 1
+            self._start_reading(session, fresh)
+            session.leases.setdefault(lease, array("I")).extend(hits)
+
+        self._postponed.add(hold)
+
+    def _within_share(self, session: Session, entries: Sequence[int]) -> bool:
+        """Whether the session may hold ``entries`` beside what it holds."""
+        for arena, part in self._objects.by_arena(entries):
+            if session.leased_pages[arena.number] + self._objects.pages_of(part) > self._limits[arena.number]:
+                return False
+        return True
+
+    def _cut_to_share(self, session: Session, found: list[int | None], statuses: bytearray, leading: bool) -> list[int]:
+        """Answer BUSY for what is over the session's share; returns what may be leased."""
+        leased = list(session.leased_pages)
+        hits: list[int] = []
+        counted: set[int] = set()
+        for at, entry in enumerate(found):
+            if entry is None or statuses[at] != Presence.READY:
+                continue
+            if entry not in session.held and entry not in counted:
+                arena = self._objects.arena_of(entry)
+                wanted = leased[arena.number] + self._objects.pages[entry]
+                if wanted > self._limits[arena.number]:
+                    statuses[at] = Presence.BUSY
+                    if leading:
+                        statuses[at + 1 :] = bytes(len(statuses) - at - 1)
+                        break
+                    continue
+                leased[arena.number] = wanted
+                counted.add(entry)
+            hits.append(entry)
+        return hits
+
+    def _start_reading(self, session: Session, fresh: Sequence[int]) -> None:
+        """``session`` begins to hold ``fresh``, whose entries differ."""
+        objects, readers = self._objects, self._objects.readers
+        for arena, part in objects.by_arena(fresh):
+            taken = objects.pages_of(part)
+            session.leased_pages[arena.number] += taken
+            first = [entry for entry in part if not readers[entry]]
+            for entry in part:
+                readers[entry] += 1
+            arena.leased += taken if len(first) == len(part) else objects.pages_of(first)
+            arena.policy.remove(first)
+
+    def release(self, session: Session, lease: int, limit: int) -> tuple[bool, bool]:
+        """:meth:`Directory.release`."""
+        entries = session.leases.get(lease)
+        if entries is None:
+            return False, True
+        part = entries[-limit:].tolist()
+        del entries[-limit:]
+        if not entries:
+            del session.leases[lease]
+        held = session.held
+        part.reverse()
+        counts = list(map(held.__getitem__, part))
+        if counts.count(1) == len(part):
+            ended = part
+            for entry in ended:
+                del held[entry]
+        else:
+            ended = []
+            for entry in part:
+                held[entry] -= 1
+                if not held[entry]:
+                    del held[entry]
+                    ended.append(entry)
+        self._stop_reading(session, ended)
+        return True, not entries
+
+    def drop(self, session: Session, limit: int) -> None:
+        """End at most ``limit`` of all that a closed session holds."""
+        session.leases.clear()
+        held = session.held
+        self._stop_reading(session, [held.popitem()[0] for _ in range(min(limit, len(held)))])
+
+    def _stop_reading(self, session: Session, ended: list[int]) -> None:
+        objects = self._objects
+        readers, state = objects.readers, objects.state
+        for arena, part in objects.by_arena(ended):
+            taken = objects.pages_of(part)
+            session.leased_pages[arena.number] -= taken
+            for entry in part:
+                readers[entry] -= 1
+            last = [entry for entry in part if not readers[entry]]
+            arena.leased -= taken if len(last) == len(part) else objects.pages_of(last)
+            ready = [entry for entry in last if state[entry] == READY]
+            arena.policy.add(ready)
+            if len(ready) != len(last):
+                self._room.free_retired(arena, [entry for entry in last if state[entry] == RETIRING])
+
+
+def _column(entries: Iterable[int | None]) -> array[int]:
+    """A column of ``entries`` among which there is no ``None``."""
+    return array("I", entries)  # type: ignore[arg-type]
+
+
+def _spread(
+    statuses: bytearray, entries: array[int], generations: array[int], lengths: array[int]
+) -> tuple[array[int], array[int], array[int]]:
+    """Columns of the READY keys, with NO_ENTRY, 0, 0 in the places of the others."""
+    count = len(statuses)
+    wide = array("I", [NO_ENTRY]) * count, array("I", bytes(4 * count)), array("Q", bytes(8 * count))
+    ready = [at for at, status in enumerate(statuses) if status == Presence.READY]
+    for at, entry, generation, length in zip(ready, entries, generations, lengths, strict=True):
+        wide[0][at], wide[1][at], wide[2][at] = entry, generation, length
+    return wide

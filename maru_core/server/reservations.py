@@ -1,0 +1,258 @@
+"""Who writes what: pages that are reserved for keys, until they are committed or given back."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from maru_core.pool_format import State
+from maru_core.protocol.messages import NO_ENTRY, CommitStatus, ReserveStatus
+from maru_core.server.headers import chain_pairs, pairs_of
+from maru_core.server.objects import FREE, READY, Objects, Postponed
+from maru_core.server.room import Room
+from maru_core.server.sessions import Session
+
+_MAX_GENERATION = 0xFFFF_FFFF
+
+Reserved = tuple[bytearray, "array[int]", "array[int]"]
+
+
+class Reservations:
+    """``counters``: stored, aborted, skipped_no_room."""
+
+    def __init__(self, objects: Objects, room: Room, postponed: Postponed, counters: dict[str, int]) -> None:
+        self._objects = objects
+        self._room = room
+        self._postponed = postponed
+        self._counters = counters
+
+    def reserve(
+        self,
+        session: Session,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        length: int | Sequence[int],
+        packed: bytes,
+    ) -> Reserved:
+        """:meth:`Directory.reserve`; ``packed`` are the keys as one column. The results may not be changed."""
+        count = len(keys)
+        found = session.namespace.index.find(keys, packed)
+        if type(length) is int and found.count(None) == count and len(set(keys)) == count:
+            return self._reserve_new(session, keys, parents, length, packed)
+        if len(parents) == 1:
+            parents = (*parents, *keys[:-1])
+        statuses = bytearray(count)
+        entries = array("I", [NO_ENTRY]) * count
+        generations = array("I", bytes(4 * count))
+        lengths: Sequence[int] = [length] * count if type(length) is int else length  # type: ignore[assignment]
+        for size, places in self._sort(keys, found, lengths, statuses):
+            part_keys = [keys[at] for at in places]
+            part_parents = [parents[at] for at in places] if parents else ()
+            got = self._reserve_new(session, part_keys, part_parents, size, b"".join(part_keys))
+            self._postponed.settle()
+            for at, status, entry, generation in zip(places, *got, strict=True):
+                statuses[at], entries[at], generations[at] = status, entry, generation
+        return statuses, entries, generations
+
+    def _sort(
+        self, keys: Sequence[bytes], found: list[int | None], lengths: Sequence[int], statuses: bytearray
+    ) -> list[tuple[int, list[int]]]:
+        """Answer keys that are there already; returns the places of the others, by neighbours of one length."""
+        objects = self._objects
+        used: list[int] = []
+        groups: list[tuple[int, list[int]]] = []
+        seen = set()
+        for at, (key, entry, size) in enumerate(zip(keys, found, lengths, strict=True)):
+            if entry is not None:
+                if objects.state[entry] == READY:
+                    statuses[at] = ReserveStatus.PRESENT
+                    if not objects.readers[entry]:
+                        used.append(entry)
+                else:
+                    statuses[at] = ReserveStatus.BUSY
+            elif key in seen:
+                statuses[at] = ReserveStatus.BUSY
+            else:
+                seen.add(key)
+                if groups and groups[-1][0] == size:
+                    groups[-1][1].append(at)
+                else:
+                    groups.append((size, [at]))
+        for arena, part in objects.by_arena(used):
+            arena.policy.touch(part[::-1])
+        return groups
+
+    def _reserve_new(
+        self, session: Session, keys: Sequence[bytes], parents: Sequence[bytes], length: int, packed: bytes
+    ) -> Reserved:
+        """Keys that differ and are not in the index, all of one length."""
+        count = len(keys)
+        if not self._room.fits(length):
+            nowhere = array("I", [NO_ENTRY]) * count
+            return bytearray([ReserveStatus.REFUSED]) * count, nowhere, array("I", bytes(4 * count))
+        objects, namespace = self._objects, session.namespace
+        index = namespace.index
+        chain = len(parents) == 1
+        if not chain and parents and parents[1:] == keys[:-1]:
+            chain, parents = True, parents[:1]
+        # A parent must not be evicted to make room for its own child, so it counts the child before there is room. In
+        # a chain only the first parent can be an object that exists.
+        elders = [index.get(parents[0])] if chain else index.find(parents)
+        held = [entry for entry in elders if entry is not None]
+        for entry in held:
+            objects.children[entry] += 1
+        pairs = chain_pairs(parents[0], packed) if chain else pairs_of(parents, keys)
+        entries, generations = array("I"), array("I")
+        done = 0
+        runs = self._room.allocate(length, count)
+        for arena, pages, start, pieces in runs:
+            taken = pieces * pages
+            first = slice(start, start + taken, pages)
+            before = objects.generation[first]
+            if before == before[:1] * pieces:
+                fresh = array("I", [before[0] % _MAX_GENERATION + 1]) * pieces
+            else:
+                fresh = array("I", [generation % _MAX_GENERATION + 1 for generation in before])
+            objects.generation[first] = fresh
+            arena.headers.write_reserved(
+                start,
+                pages,
+                pairs if pieces == count else pairs[done : done + pieces],
+                fresh,
+                length,
+                session.id,
+                namespace.digest,
+                namespace.weights_epoch,
+            )
+            arena.reserved += taken
+            session.reserved_pages[arena.number] += taken
+            entries += objects.entry[first]
+            generations += fresh
+            done += pieces
+
+        def enter() -> None:
+            objects.fill(runs, keys, length, namespace.number)
+            index.put(keys, entries, packed)
+            session.reserved.update(entries)
+            if chain:
+                objects.link_chain(elders[0], entries, generations)
+            elif parents:
+                objects.link(keys, parents, elders, entries)
+            for entry in held:
+                objects.drop_child(entry)
+
+        self._postponed.add(enter)
+        if done == count:
+            return bytearray(count), entries, generations
+        missing = count - done
+        self._counters["skipped_no_room"] += missing
+        return (
+            bytearray(done) + bytearray([ReserveStatus.NO_ROOM]) * missing,
+            entries + array("I", [NO_ENTRY]) * missing,
+            generations + array("I", [0]) * missing,
+        )
+
+    def commit(
+        self, session: Session, entries: Sequence[int], generations: Sequence[int], checksums: Sequence[int]
+    ) -> bytearray:
+        """:meth:`Directory.commit`."""
+        objects = self._objects
+        reserved = session.reserved
+        statuses = bytearray(len(entries))
+        good: Sequence[int]
+        # What was reserved together lies together, and is usually committed together.
+        steps = objects.steps(entries)
+        if steps is not None and reserved.issuperset(entries) and objects.generation[steps] == generations:
+            good = entries
+        else:
+            steps = None
+            mine: dict[int, None] = {}
+            lost: dict[int, None] = {}
+            generation = objects.generation
+            for at, (entry, wanted) in enumerate(zip(entries, generations, strict=True)):
+                if entry in reserved and generation[entry] == wanted:
+                    mine[entry] = None
+                elif not self._committed(session, entry, wanted):
+                    statuses[at] = CommitStatus.UNKNOWN
+                    if entry in session.doomed and generation[entry] == wanted:
+                        lost[entry] = None
+            good = list(mine)
+            self._free(session, list(lost))
+        if checksums:
+            publishing = set(good)
+            for entry, checksum in zip(entries, checksums, strict=True):
+                if checksum and entry in publishing:
+                    objects.arena_of(entry).headers.set_checksum(entry, checksum)
+        if good:
+            self._publish(session, good, steps)
+        return statuses
+
+    def _publish(self, session: Session, entries: Sequence[int], steps: slice | None) -> None:
+        objects, state = self._objects, self._objects.state
+        if steps is not None:
+            objects.arena_of(entries[0]).headers.change_steps(steps, State.RESERVED, State.READY)
+            state[steps] = bytes([READY]) * len(entries)
+        else:
+            for arena, part in objects.by_arena(entries):
+                arena.headers.change_state(part, State.RESERVED, State.READY)
+            for entry in entries:
+                state[entry] = READY
+
+        def account() -> None:
+            for arena, part in objects.by_arena(entries):
+                taken = objects.pages_of(part)
+                arena.reserved -= taken
+                session.reserved_pages[arena.number] -= taken
+                arena.used += taken
+                arena.objects += len(part)
+                arena.policy.add(part[::-1])
+            session.reserved.difference_update(entries)
+            namespace = session.namespace
+            namespace.objects += len(entries)
+            namespace.stored_bytes += objects.length_of(entries)
+            self._counters["stored"] += len(entries)
+
+        self._postponed.add(account)
+
+    def abort(self, session: Session, entries: Sequence[int], generations: Sequence[int]) -> bytearray:
+        """:meth:`Directory.abort`."""
+        statuses = bytearray(len(entries))
+        mine: dict[int, None] = {}
+        for at, (entry, wanted) in enumerate(zip(entries, generations, strict=True)):
+            if (entry in session.reserved or entry in session.doomed) and self._objects.generation[entry] == wanted:
+                mine[entry] = None
+            else:
+                statuses[at] = CommitStatus.UNKNOWN
+        self._free(session, list(mine))
+        return statuses
+
+    def drop(self, session: Session, limit: int) -> bool:
+        """Free at most ``limit`` reservations of a closed session; whether it had any."""
+        for mine in (session.reserved, session.doomed):
+            if mine:
+                self._free(session, [entry for entry, _ in zip(mine, range(limit), strict=False)])
+                return True
+        return False
+
+    def _committed(self, session: Session, entry: int, generation: int) -> bool:
+        objects = self._objects
+        if entry >= objects.total or objects.generation[entry] != generation or objects.state[entry] != READY:
+            return False
+        header = objects.arena_of(entry).headers.read(entry)
+        return header is not None and header.session == session.id
+
+    def _free(self, session: Session, entries: list[int]) -> None:
+        objects = self._objects
+        for arena, part in objects.by_arena(entries):
+            arena.headers.change_state(part, State.RESERVED, State.FREE)
+            for entry in part:
+                session.namespace.forget(objects.key[entry], entry)
+                objects.unlink(entry)
+                pages = objects.pages[entry]
+                arena.reserved -= pages
+                session.reserved_pages[arena.number] -= pages
+                objects.state[entry] = FREE
+                arena.free.give(entry - arena.base, pages)
+        session.reserved.difference_update(entries)
+        session.doomed.difference_update(entries)
+        self._counters["aborted"] += len(entries)

@@ -1,0 +1,310 @@
+"""Room for new objects: taken from what is free, made by eviction, and a little of it made ahead.
+
+An eviction takes time that a client would wait for. So when a pool is full, some room is made while the server has
+nothing else to do: as much as the last batches took, and never more than a small share of the pool.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from maru_core.pool_format import State
+from maru_core.protocol.messages import NO_ENTRY
+from maru_core.server.arena import Arena
+from maru_core.server.namespaces import Namespaces
+from maru_core.server.objects import FREE, READY, RETIRING, Objects, Run
+
+#: Victims that may be evicted one after the other without making room for one object before it is skipped.
+_MAX_FRUITLESS = 64
+#: Objects that are evicted at a time while somebody waits, and while nobody does.
+_BATCH = 64
+_AHEAD_BATCH = 16
+#: Room that is made ahead, in batches like the last one.
+_AHEAD_BATCHES = 2
+
+
+class Room:
+    """Allocates in the pools of ``objects``, evicting what is worth least.
+
+    ``ahead_share``: the part of all pools that may be kept free by eviction ahead.
+    """
+
+    def __init__(self, objects: Objects, namespaces: Namespaces, counters: dict[str, int], ahead_share: float) -> None:
+        self._objects = objects
+        self._namespaces = namespaces
+        self._counters = counters
+        self._arenas = objects.arenas
+        self._longest = max((arena.end - arena.base) * arena.granule for arena in self._arenas)
+        self._most_ahead = int(sum(arena.end - arena.base for arena in self._arenas) * ahead_share)
+        #: Length in bytes and number of the objects that room is made ahead for; none when there is nothing to do.
+        self._ahead = (0, 0)
+
+    def fits(self, length: int) -> bool:
+        """Whether an object of ``length`` bytes can be in some pool at all."""
+        return 0 < length <= self._longest
+
+    def allocate(self, length: int, count: int) -> list[Run]:
+        """Room for ``count`` objects, or for fewer when nothing more can be evicted."""
+        self._ahead = (length, count)
+        runs: list[Run] = []
+        for arena in self._arenas:
+            pages = arena.pages_for(length)
+            for start, pieces in arena.free.take(pages, count):
+                runs.append((arena, pages, start + arena.base, pieces))
+                count -= pieces
+            if not count:
+                return runs
+        for arena in self._arenas:
+            pages = arena.pages_for(length)
+            evicted: list[int] = []
+            while count and self._make_room(arena, pages, min(count, _BATCH), evicted):
+                for start, pieces in arena.free.take(pages, count):
+                    runs.append((arena, pages, start + arena.base, pieces))
+                    count -= pieces
+            self._mark_free(arena, evicted, [run for run in runs if run[0] is arena])
+        return runs
+
+    def is_short(self) -> bool:
+        """Whether there is less room than :meth:`make_ahead` wants, and it did not yet find that it can make none."""
+        length, count = self._ahead
+        if not count:
+            return False
+        pages = self._arenas[0].pages_for(length)
+        if self._missing(pages, count) >= pages:
+            return True
+        self._ahead = (0, 0)
+        return False
+
+    def make_ahead(self) -> None:
+        """Evict a few objects if little is free, for batches like the last one."""
+        length, count = self._ahead
+        for arena in self._arenas:
+            pages = arena.pages_for(length)
+            missing = self._missing(pages, count)
+            if missing >= pages and self._evict_ahead(arena, pages, missing):
+                return
+        self._ahead = (0, 0)
+
+    def _missing(self, pages: int, count: int) -> int:
+        """Granules that are to be free beyond those that are, for batches of ``count`` times ``pages``."""
+        free = sum([arena.free.free for arena in self._arenas])
+        return min(_AHEAD_BATCHES * count * pages, self._most_ahead) - free
+
+    def _evict_ahead(self, arena: Arena, pages: int, missing: int) -> bool:
+        """Evict a few of the next victims, if each leaves room for ``pages`` granules and is not over ``missing``.
+
+        Other victims are left to :meth:`allocate`, which knows what it needs. Returns whether there was a victim.
+        """
+        victims = arena.policy.pop(min(missing // pages, _AHEAD_BATCH))
+        if self._evict_tail(arena, victims, pages, missing):
+            return True
+        objects = self._objects
+        fitting: list[int] = []
+        for at, victim in enumerate(victims):
+            if objects.children[victim]:
+                arena.policy.park(victim)
+                continue
+            size = objects.pages[victim]
+            if not pages <= size <= missing:
+                arena.policy.put_back(victims[at:])
+                victims = fitting
+                break
+            objects.unlink(victim)
+            fitting.append(victim)
+            missing -= size
+        evicted: list[int] = []
+        self._evict_all(arena, fitting, evicted)
+        self._mark_free(arena, evicted, ())
+        return bool(victims)
+
+    def _evict_tail(self, arena: Arena, victims: list[int], pages: int, missing: int) -> bool:
+        """Evict ``victims`` if they are the end of one chain and lie side by side, as they do when stored together.
+
+        Does what :meth:`_evict_ahead` does for any victims, at less than half the cost.
+        """
+        objects, count = self._objects, len(victims)
+        entries = array("I", reversed(victims))
+        steps = objects.steps(entries)
+        if steps is None or not pages <= steps.step <= missing // count:
+            return False
+        homes = objects.home[steps]
+        if (
+            objects.pages[steps] != array("I", [steps.step]) * count
+            or objects.children[steps] != array("I", [1]) * (count - 1) + array("I", [0])
+            or objects.parent[steps][1:] != entries[:-1]
+            or objects.parent_generation[steps][1:] != objects.generation[steps][:-1]
+            or homes != homes[:1] * count
+        ):
+            return False
+        objects.unlink(entries[0])
+        objects.parent[steps] = array("I", [NO_ENTRY]) * count
+        objects.children[steps] = array("I", [0]) * count
+        objects.state[steps] = bytes([FREE]) * count
+        namespace = self._namespaces.by_number[homes[0]]
+        namespace.forget_all(objects.key[steps], entries)
+        namespace.objects -= count
+        namespace.stored_bytes -= sum(objects.length[steps])
+        arena.objects -= count
+        arena.used -= steps.step * count
+        arena.free.give(entries[0] - arena.base, steps.step * count)
+        arena.headers.change_steps(steps, State.READY, State.FREE)
+        self._counters["evicted"] += count
+        return True
+
+    def retire(self, entry: int) -> None:
+        """Hide a READY object; free it at once unless somebody reads it."""
+        objects = self._objects
+        arena = objects.arena_of(entry)
+        self._hide(arena, entry)
+        if objects.readers[entry]:
+            objects.state[entry] = RETIRING
+            arena.headers.change_state([entry], State.READY, State.RETIRING)
+            return
+        arena.policy.remove((entry,))
+        arena.headers.change_state([entry], State.READY, State.FREE)
+        self._give(arena, entry)
+
+    def free_retired(self, arena: Arena, entries: Sequence[int]) -> None:
+        """Free RETIRING objects whose last reader is gone."""
+        arena.headers.change_state(entries, State.RETIRING, State.FREE)
+        for entry in entries:
+            self._give(arena, entry)
+
+    def _make_room(self, arena: Arena, pages: int, wanted: int, evicted: list[int]) -> bool:
+        """Evict until a run of ``pages`` granules is free, at best ``wanted`` of them; False when that cannot be."""
+        made = fruitless = 0
+        children, sizes = self._objects.children, self._objects.pages
+        while made < wanted and fruitless < _MAX_FRUITLESS:
+            victims = arena.policy.pop(wanted - made)
+            if not victims:
+                break
+            fitting: list[int] = []
+            for at, victim in enumerate(victims):
+                if children[victim]:
+                    arena.policy.park(victim)
+                    continue
+                if sizes[victim] >= pages:
+                    self._objects.unlink(victim)
+                    fitting.append(victim)
+                    made += sizes[victim] // pages
+                else:
+                    start, size = self._evict(arena, victim, evicted)
+                    if size >= pages or self._clear_around(arena, start, size, pages, evicted, victims):
+                        made += 1
+                    else:
+                        fruitless += 1
+                if made >= wanted or fruitless >= _MAX_FRUITLESS:
+                    arena.policy.put_back(victims[at + 1 :])
+                    break
+            self._evict_all(arena, fitting, evicted)
+        return made > 0
+
+    def _evict_all(self, arena: Arena, victims: list[int], evicted: list[int]) -> None:
+        """Drop objects that the policy does not hold any more and that are unlinked already."""
+        if not victims:
+            return
+        objects = self._objects
+        state, keys, pages, home, length = objects.state, objects.key, objects.pages, objects.home, objects.length
+        by_number = self._namespaces.by_number
+        number, namespace = -1, None
+        for entry in victims:
+            if home[entry] != number:
+                number = home[entry]
+                namespace = by_number[number]
+                index = namespace.index
+            key = keys[entry]
+            if not index.remove(key, entry):
+                namespace.forget(key, entry)  # type: ignore[union-attr]
+            namespace.objects -= 1  # type: ignore[union-attr]
+            namespace.stored_bytes -= length[entry]  # type: ignore[union-attr]
+            state[entry] = FREE
+        evicted += victims
+        arena.objects -= len(victims)
+        self._counters["evicted"] += len(victims)
+        # Neighbours go back in one piece.
+        end = begin = -1
+        for entry in sorted(victims):
+            if entry != end:
+                if end > begin:
+                    arena.used -= end - begin
+                    arena.free.give(begin - arena.base, end - begin)
+                begin = end = entry
+            end += pages[entry]
+        arena.used -= end - begin
+        arena.free.give(begin - arena.base, end - begin)
+
+    def _evict(self, arena: Arena, entry: int, evicted: list[int]) -> tuple[int, int]:
+        """Drop an object that the policy does not hold any more; returns the free run it became part of."""
+        self._hide(arena, entry)
+        self._counters["evicted"] += 1
+        evicted.append(entry)
+        return self._give(arena, entry)
+
+    def _clear_around(
+        self, arena: Arena, start: int, size: int, pages: int, evicted: list[int], doomed: Sequence[int]
+    ) -> bool:
+        """Evict neighbours of the free run too, but only if that makes it ``pages`` granules long.
+
+        ``doomed`` are victims that were popped already and come next: they are left to their turn.
+        """
+        objects = self._objects
+        plan: list[int] = []
+        left, right = start, start + size
+        while right - left < pages and right < arena.end:
+            gap = arena.free.run_at(right - arena.base)
+            if not gap:
+                if not self._evictable(right) or right in doomed:
+                    break
+                plan.append(right)
+                gap = objects.pages[right]
+            right += gap
+        while right - left < pages and left > arena.base:
+            gap = arena.free.run_at(left - 1 - arena.base)
+            if not gap:
+                entry = objects.tail[left - 1]
+                if not self._evictable(entry) or entry in doomed:
+                    break
+                plan.append(entry)
+                gap = objects.pages[entry]
+            left -= gap
+        if right - left < pages:
+            return False
+        arena.policy.remove(plan)
+        for entry in plan:
+            self._evict(arena, entry, evicted)
+        return True
+
+    def _evictable(self, entry: int) -> bool:
+        objects = self._objects
+        return objects.state[entry] == READY and not objects.readers[entry] and not objects.children[entry]
+
+    def _hide(self, arena: Arena, entry: int) -> None:
+        objects = self._objects
+        namespace = self._namespaces.by_number[objects.home[entry]]
+        namespace.forget(objects.key[entry], entry)
+        namespace.objects -= 1
+        namespace.stored_bytes -= objects.length[entry]
+        arena.objects -= 1
+        objects.unlink(entry)
+
+    def _give(self, arena: Arena, entry: int) -> tuple[int, int]:
+        """Free the pages of a READY or RETIRING object; returns the free run they are part of."""
+        objects = self._objects
+        objects.state[entry] = FREE
+        pages = objects.pages[entry]
+        arena.used -= pages
+        start, size = arena.free.give(entry - arena.base, pages)
+        return start + arena.base, size
+
+    def _mark_free(self, arena: Arena, evicted: list[int], runs: Sequence[Run]) -> None:
+        """Rewrite headers of evicted objects, except where a new header is about to replace them."""
+        fresh: set[int] = set()
+        for _, pages, start, pieces in runs:
+            fresh.update(range(start, start + pieces * pages, pages))
+        gone = sorted([entry for entry in evicted if entry not in fresh])
+        steps = self._objects.steps(gone)
+        if steps is not None:
+            arena.headers.change_steps(steps, State.READY, State.FREE)
+        else:
+            arena.headers.change_state(gone, State.READY, State.FREE)
