@@ -92,8 +92,10 @@ class HostTransfer:
             # Not before the first copy: only then has OpenMP placed the threads that show which cores are ours.
             cores = process_cores()
             self._threads = self._threads or min(MAX_THREADS, len(cores))
+            # A caller that is pinned to some cores has them: helpers beside it would take turns with it.
+            elsewhere = cores - os.sched_getaffinity(0) or cores
             self._pool = ThreadPoolExecutor(
-                max(1, self._threads - 1), "maru-copy", initializer=_roam, initargs=(cores,)
+                max(1, self._threads - 1), "maru-copy", initializer=_roam, initargs=(elsewhere,)
             )
         return self._pool, self._threads or 1
 
