@@ -221,7 +221,7 @@ class MaruConfig:
     connect_timeout: float = _setting(10.0, SECONDS, "Longest wait for the first session.", "seconds")
     request_timeout: float = _setting(2.0, SECONDS, "Deadline of one request to the server.", "seconds")
     lookup_timeout: float = _setting(
-        0.25, SECONDS, "Deadline of one scheduler lookup over all its attempts; then it is a miss.", "seconds"
+        0.5, SECONDS, "Deadline of one scheduler lookup over all its attempts; then it is a miss.", "seconds"
     )
     idle_exit: float = _setting(
         300.0,

@@ -17,7 +17,7 @@ CORE = {"attrs", "pluggy", "msgpack", "zmq", "structlog"}
 ALLOWED: dict[str, set[str]] = {
     "maru_core": CORE,
     "maru_backends": {"maru_core", "attrs", "structlog"},
-    "maru_transfer": {"maru_core", "attrs", "structlog", "torch"},
+    "maru_transfer": {"maru_core", "attrs", "numpy", "structlog", "torch"},
     "maru_integrations": {"maru_core", "maru_transfer", "attrs", "structlog", "torch", "vllm"},
     "maru_plugins_dax": {"maru_core", "attrs", "structlog"},
 }
@@ -62,7 +62,7 @@ def breaches(path: Path, package: str) -> list[str]:
         if name == part or name.startswith((part + "/", part + ".py")):
             allowed |= more
     if name in NO_TORCH:
-        allowed -= {"torch"}
+        allowed -= {"numpy", "torch"}
     return [f"{name}:{line} {module}" for module, line in imports(path) if module.split(".")[0] not in allowed]
 
 
