@@ -13,6 +13,8 @@ from maru_integrations.vllm.requests import Hit, Lookup, RequestState
 
 #: How long one call may wait for an answer that is usually there after a fifth of it, in seconds.
 POLL = 0.001
+#: The same while the engine has nothing else to do: asking in a loop would only keep the server off the processor.
+IDLE_POLL = 0.01
 
 
 class Matcher:
@@ -41,10 +43,11 @@ class Matcher:
         #: (key, entry, generation) of objects that could not be loaded; never promised again.
         self._bad: dict[tuple[bytes, int, int], None] = {}
 
-    def match(self, state: RequestState, num_tokens: int, local: int) -> int | None:
+    def match(self, state: RequestState, num_tokens: int, local: int, *, idle: bool = False) -> int | None:
         """Tokens beyond ``local`` that the pool holds, in ``[0, num_tokens - 1 - local]``; ``None``: ask again.
 
-        ``num_tokens`` counts the request's tokens, generated ones included when it is resumed.
+        ``num_tokens`` counts the request's tokens, generated ones included when it is resumed. ``idle``: no other
+        request would be delayed by waiting for the answer.
         """
         cap = (num_tokens - 1) // self._block * self._block
         if state.chain is None or state.failed or local >= cap:
@@ -56,7 +59,7 @@ class Matcher:
         if hit is None:
             if state.asked:
                 return 0
-            hit = self._look_up(state, num_tokens, local, cap)
+            hit = self._look_up(state, num_tokens, local, cap, IDLE_POLL if idle else POLL)
             if hit is None:
                 return None if state.lookup is not None else 0
         hit.local = local
@@ -78,14 +81,14 @@ class Matcher:
         while len(self._bad) > 4096:
             self._bad.pop(next(iter(self._bad)))
 
-    def _look_up(self, state: RequestState, num_tokens: int, local: int, cap: int) -> Hit | None:
-        """Advance the question by at most POLL seconds. ``state.lookup`` stays set while it is open."""
+    def _look_up(self, state: RequestState, num_tokens: int, local: int, cap: int, patience: float) -> Hit | None:
+        """Advance the question by at most ``patience`` seconds. ``state.lookup`` stays set while it is open."""
         try:
             if state.lookup is None and not self._ask(state, num_tokens, local, cap):
                 return None
             lookup = state.lookup
             assert lookup is not None
-            lease = lookup.pending.poll(POLL)
+            lease = lookup.pending.poll(patience)
         except MaruError as error:
             self._log.debug("maru.lookup_failed", request=state.request.request_id, reason=str(error))
             state.lookup = None

@@ -78,6 +78,7 @@ class MaruScheduler:
         self._loads: list[LoadOp] = []
         self._load_ids = 0
         self._parked: str | None = None
+        self._idle = False
         self._bad = BadBlocks(settings.block_size)
         self._block_pool: Any = None
         self._told: set[str] = set()
@@ -93,7 +94,7 @@ class MaruScheduler:
         if not self._settings.loads or not support.reads_prefix_cache(request):
             return 0, False
         state = self._state(request)
-        tokens = self._matcher.match(state, request.num_tokens, local)
+        tokens = self._matcher.match(state, request.num_tokens, local, idle=self._idle)
         if not tokens:
             return tokens, False
         if not self._settings.parks:
@@ -185,6 +186,7 @@ class MaruScheduler:
 
     def plan_stores(self, output: Any) -> list[StoreOp]:
         """Follow the step's block tables and pick the chunks that will be complete when it has run."""
+        self._idle = not output.num_scheduled_tokens
         for request_id in compat.preempted(output):
             state = self._states.get(request_id)
             if state is not None:

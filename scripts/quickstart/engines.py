@@ -54,6 +54,8 @@ def connector(place: Place) -> dict[str, object]:
             "maru_server_url": f"ipc://{place.runtime}/server.sock",
             "maru_runtime_dir": str(place.runtime),
             "maru_kv_chunk_tokens": CHUNK_TOKENS,
+            # Two engines and the server may share two cores here, so give a lookup more time than on a real host.
+            "maru_lookup_timeout": 5,
         },
     }
 

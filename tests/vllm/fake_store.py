@@ -40,6 +40,8 @@ class FakeStore:
     lost: set[int] = field(factory=set)
     fail_loads: int = 0
     lookups: int = 0
+    #: Seconds that each poll was willing to wait.
+    patience: list[float] = field(factory=list)
     _next: int = 0
 
     def number(self) -> int:
@@ -98,6 +100,7 @@ class FakePending:
         if not self.store.up:
             raise Unavailable("injected: the server is away")
         self.polls += 1
+        self.store.patience.append(timeout)
         if self.polls <= self.store.answer_after:
             return None
         taken: list[StoredObject] = []

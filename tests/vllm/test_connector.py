@@ -414,6 +414,24 @@ def test_a_slow_lookup_is_asked_again_then_a_miss(engine_on: EngineOn) -> None:
     assert not store.leases
 
 
+def test_only_an_idle_engine_waits_for_a_lookup(engine_on: EngineOn) -> None:
+    """R055: while others decode a lookup may take a millisecond of a step; alone in the engine it may wait."""
+    store, tokens = FakeStore(answer_after=4), prompt(100)
+    warm(engine_on, store, tokens)
+    engine = engine_on(store)
+    engine.add("decoding", prompt(20, 3), max_tokens=30)
+    engine.step()
+    store.patience.clear()
+    engine.add("b", tokens)
+    engine.run()
+    assert set(store.patience) == {0.001}
+    store.patience.clear()
+    engine.scheduler.reset_prefix_cache()
+    engine.add("c", tokens)
+    engine.run()
+    assert max(store.patience[1:]) == 0.01
+
+
 def test_without_a_server_everything_is_computed(engine_on: EngineOn) -> None:
     """Server loss is only a slow-down, and caching comes back without an engine restart."""
     store, tokens = FakeStore(), prompt(100)
