@@ -23,7 +23,7 @@ from maru_backends.mapped import MappedRegion, map_fd, map_file
 from maru_core.contracts import BackendProvision, PoolRequest
 from maru_core.errors import BackendError
 from maru_core.plugin import hookimpl
-from maru_core.pool_format import SUPERBLOCK_SIZE, Superblock, pack_superblock, plan_pool
+from maru_core.pool_format import MAGIC, SUPERBLOCK_SIZE, Superblock, pack_superblock, plan_pool
 from maru_core.protocol import PoolDescriptor
 from maru_core.sizes import format_size
 
@@ -251,7 +251,10 @@ def _turn(root_fd: int) -> Iterator[bool]:
 
 
 def _remove_orphans(root_fd: int) -> None:
-    """Remove pools of this user whose owner is dead: their memory would be missing for ever. The lock is the proof."""
+    """Remove pools of this user whose owner is dead: their memory would be missing for ever.
+
+    The lock is the proof of death and the superblock that it is a pool: a name alone is neither.
+    """
     for entry in os.listdir(root_fd):
         if not entry.startswith(_FOLDER):
             continue
@@ -260,14 +263,26 @@ def _remove_orphans(root_fd: int) -> None:
         except OSError:  # of another user, or gone in the meantime
             continue
         try:
-            if os.fstat(fd).st_uid == os.geteuid():
-                for name in os.listdir(fd):
-                    if name.startswith(_FILE):
-                        _remove_unlocked(fd, name)
+            pools = [name for name in os.listdir(fd) if name.startswith(_FILE) and _is_pool(fd, name)]
+            if pools and os.fstat(fd).st_uid == os.geteuid():
+                for name in pools:
+                    _remove_unlocked(fd, name)
                 with suppress(OSError):  # in use
                     os.rmdir(entry, dir_fd=root_fd)
         finally:
             os.close(fd)
+
+
+def _is_pool(folder_fd: int, name: str) -> bool:
+    """Whether the file begins as a pool does; one that was never finished does not."""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder_fd)
+    except OSError:
+        return False
+    try:
+        return stat.S_ISREG(os.fstat(fd).st_mode) and os.pread(fd, len(MAGIC), 0) == MAGIC
+    finally:
+        os.close(fd)
 
 
 def _remove_stale(folder_fd: int, name: str, location: Path) -> None:

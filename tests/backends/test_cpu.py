@@ -342,3 +342,14 @@ def test_a_place_that_stays_locked_only_costs_the_protection(tmp_path: Path, mon
         CpuBackend().create_pool(ask_in(tmp_path)).destroy()
     finally:
         os.close(fd)
+
+
+def test_what_only_looks_like_a_pool_by_name_stays(tmp_path: Path) -> None:
+    """A user's own folder and file may have such names; neither an empty folder nor a foreign file is swept away."""
+    empty, mine = tmp_path / "maru-cache", tmp_path / "maru-notes"
+    empty.mkdir()
+    mine.mkdir()
+    (mine / "pool-list").write_text("addresses of swimming pools")
+    CpuBackend().create_pool(ask_in(tmp_path, owner="owner")).destroy()
+    assert empty.is_dir()
+    assert (mine / "pool-list").read_text() == "addresses of swimming pools"
