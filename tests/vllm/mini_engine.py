@@ -298,14 +298,68 @@ def make_engine(
     )
     side.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
     engine = Engine(scheduler, side, worker, store, caches, get_request_block_hasher(BLOCK, hash_fn))
-    after_alloc = side.update_state_after_alloc
-
-    def count(request: Request, blocks: Any, external: int) -> None:
-        engine.external[request.request_id] = engine.external.get(request.request_id, 0) + external
-        after_alloc(request, blocks, external)
-
-    side.update_state_after_alloc = count  # type: ignore[method-assign]
+    watch(engine)
     return engine
+
+
+def watch(engine: Engine) -> None:
+    """Check every answer that can kill EngineCore (``reference``, section 10) where it is given."""
+    side, worker, scheduler = engine.side, engine.worker, engine.scheduler
+    match, after_alloc, build = (
+        side.get_num_new_matched_tokens,
+        side.update_state_after_alloc,
+        side.build_connector_meta,
+    )
+    results, errors = worker.get_transfer_results, worker.get_block_ids_with_load_errors
+    finished = side.request_finished_all_groups
+
+    def checked_match(request: Request, local: int) -> tuple[int | None, bool]:
+        answer = match(request, local)
+        assert type(answer) is tuple
+        count, parked = answer
+        assert type(parked) is bool
+        if count is not None:
+            assert type(count) is int
+            assert count >= 0
+            assert count > 0 or not parked
+            assert count % BLOCK == 0
+            assert local + count < request.num_tokens or not count
+        return answer
+
+    def checked_alloc(request: Request, blocks: Any, external: int) -> None:
+        engine.external[request.request_id] = engine.external.get(request.request_id, 0) + external
+        assert after_alloc(request, blocks, external) is None
+
+    def checked_build(output: Any) -> Any:
+        metadata = build(output)
+        assert metadata is not None
+        return metadata
+
+    def checked_results(finished_ids: set[str]) -> Any:
+        answer = results(finished_ids)
+        assert not answer.finished_sending
+        for name in answer.finished_recving or ():
+            status = scheduler.requests[name].status  # a KeyError here is an id that vLLM does not know any more
+            assert status == RequestStatus.WAITING_FOR_REMOTE_KVS or RequestStatus.is_finished(status)
+        return answer
+
+    def checked_errors() -> set[int]:
+        answer = errors()
+        assert type(answer) is set
+        assert all(0 < block < engine.caches[0].shape[1] for block in answer)
+        return answer
+
+    def checked_finished(request: Request, blocks: tuple[list[int], ...]) -> tuple[bool, Any]:
+        answer = finished(request, blocks)
+        assert answer == (False, None)
+        return answer
+
+    side.get_num_new_matched_tokens = checked_match  # type: ignore[method-assign]
+    side.update_state_after_alloc = checked_alloc  # type: ignore[method-assign]
+    side.build_connector_meta = checked_build  # type: ignore[method-assign]
+    side.request_finished_all_groups = checked_finished  # type: ignore[method-assign]
+    worker.get_transfer_results = checked_results  # type: ignore[method-assign]
+    worker.get_block_ids_with_load_errors = checked_errors  # type: ignore[method-assign]
 
 
 def check_store(store: FakeStore, prompts: Sequence[Sequence[int]], root_of: Callable[[Sequence[int]], Any]) -> int:
