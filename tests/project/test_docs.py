@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import inspect
 import os
 import re
@@ -41,7 +41,7 @@ def example(tmp_path: Path) -> Path:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    if importlib.util.find_spec("hatchling") and importlib.util.find_spec("pip"):
+    if {"hatchling", "pip"} <= {found.metadata["Name"] for found in importlib.metadata.distributions()}:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
         subprocess.run([*command, "--target", tmp_path / "site", tmp_path], check=True, capture_output=True)
         shutil.rmtree(tmp_path / "maru_acme")  # what is tested is what was installed
