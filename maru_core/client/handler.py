@@ -50,8 +50,9 @@ class MaruHandler(KeyCalls):
         self._open: weakref.WeakSet[Allocation] = weakref.WeakSet()
         self._closed = False
         self._goodbye = True
-        # Also at exit: it tells the server goodbye, and lets the process end while no server is there.
-        self._finalizer = weakref.finalize(self, upkeep.stop)
+        # Also at exit: it tells the server goodbye, and lets the process end while no server is there. What is open
+        # then may still be written to by a thread, so such a session is left to end with the process.
+        self._finalizer = weakref.finalize(self, _stop, upkeep, self._open)
 
     @classmethod
     def connect(
@@ -99,6 +100,8 @@ class MaruHandler(KeyCalls):
 
     def key(self, key: Key) -> bytes:
         """The 32-byte key of a user's key in this namespace. ``"a"`` and ``b"a"`` are different keys."""
+        if not isinstance(key, str | bytes | bytearray | memoryview):
+            raise TypeError(f"a key is text or bytes, got {type(key).__name__} {key!r}")
         tag, raw = (b"s", key.encode()) if isinstance(key, str) else (b"b", bytes(key))
         return hashlib.blake2b(self._namespace.root + tag + raw, digest_size=32, person=b"maru-user-key").digest()
 
@@ -149,7 +152,7 @@ class MaruHandler(KeyCalls):
             ready = [index for index, status in enumerate(lease.statuses) if status == Presence.READY]
             # The header is judged when the view is handed out, and again by the caller once its copy is complete.
             good = [index for index in ready if located.verify_one(index)]
-            views = {index: located.view(index).toreadonly() for index in good}
+            views = {index: located.view(index) for index in good}
         except BaseException:
             self.release(lease)
             raise
@@ -214,6 +217,10 @@ class MaruHandler(KeyCalls):
 
     def _keep_session(self) -> None:
         self._goodbye = False
+
+
+def _stop(upkeep: Upkeep, open_allocations: weakref.WeakSet[Allocation]) -> None:
+    upkeep.stop(may_end=not any(allocation.is_open for allocation in open_allocations))
 
 
 class _Opener:

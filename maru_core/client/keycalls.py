@@ -223,6 +223,9 @@ class KeyCalls:
     def view(self, epoch: int, entry: int, length: int) -> memoryview:
         """Writable bytes of an object, without a copy. ``epoch`` is that of the grants or lease it comes from.
 
+        Nothing here watches such a view: it must not be written once its grants are committed, aborted, or the handler
+        is closed, nor read once its lease is released. :class:`Allocation` and :class:`Retrieved` see to that.
+
         Raises StaleEpoch when the server restarted since: the same entry is something else now. Works while the link
         is down, as long as the epoch is the latest one known.
         """

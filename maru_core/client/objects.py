@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 
 import structlog
@@ -21,6 +23,43 @@ REFUSALS = {
 }
 
 
+class Shown:
+    """Bytes of a pool behind an object of their own, so that it can be told whether anything still shows them.
+
+    Slices of ``view``, arrays and other buffers made from it all keep that object alive, and nothing else does;
+    ``memoryview.release`` alone counts direct exports only. ``on_gone`` runs when the last of them is gone.
+    """
+
+    def __init__(self, view: memoryview, *, readonly: bool = False, on_gone: Callable[[], None] | None = None) -> None:
+        exporter = (ctypes.c_ubyte * len(view)).from_buffer(view)
+        self._exporter = weakref.ref(exporter)
+        self._readonly = readonly
+        self.view: memoryview | None = self._show(exporter)
+        if on_gone is not None:
+            # At exit the goodbye of the handler ends all leases at once.
+            weakref.finalize(exporter, on_gone).atexit = False
+
+    def end(self) -> bool:
+        """Take the view back; False, with ``view`` shown again, when something else still shows the bytes."""
+        self.hide()
+        exporter = self._exporter()
+        if exporter is None:
+            return True
+        self.view = self._show(exporter)
+        return False
+
+    def hide(self) -> None:
+        """Drop our own view, whoever else shows the bytes."""
+        view, self.view = self.view, None
+        if view is not None:
+            with suppress(BufferError):  # an export of the view itself, which keeps the object alive as well
+                view.release()
+
+    def _show(self, exporter: ctypes.Array[ctypes.c_ubyte]) -> memoryview:
+        view = memoryview(exporter).cast("B")
+        return view.toreadonly() if self._readonly else view
+
+
 class Allocation:
     """Room for one object. As a context manager: commits at the end, gives the room back when the block raises.
 
@@ -34,24 +73,25 @@ class Allocation:
         self._calls = calls
         self._grants = grants
         self._index = index
-        self._view: memoryview | None = None
+        self._shown: Shown | None = None
         self._open = self.refusal is None
         if self._open:
-            self._view = calls.view(grants.epoch, grants.entries[index], grants.lengths[index])
+            self._shown = Shown(calls.view(grants.epoch, grants.entries[index], grants.lengths[index]))
 
     @property
     def view(self) -> memoryview:
         """The writable bytes; raises MaruError when refused, or after commit or abort."""
-        if self._view is None:
+        view = None if self._shown is None else self._shown.view
+        if view is None:
             state = "committed or aborted" if self.refusal is None else f"refused ({self.refusal.value})"
             raise MaruError(f"there are no bytes to write: this allocation is {state}")
-        return self._view
+        return view
 
     def commit(self) -> StoreResult:
         """Make what was written visible. The view ends first: stored bytes never change.
 
-        Raises MaruError while something else (a numpy array, say) still shows the view, and what ``commit`` of the
-        handler raises; the room is given back then.
+        Raises MaruError while something else (a slice, a numpy array) still shows the view: drop it and commit again.
+        Raises what ``commit`` of the handler raises, too; the room is given back then.
         """
         if self.refusal is not None:
             return self.refusal
@@ -71,15 +111,15 @@ class Allocation:
         return self._open
 
     def _end(self) -> None:
-        view = self.view
-        try:
-            view.release()
-        except BufferError:
+        shown = self._shown
+        if shown is None or shown.view is None:
+            raise MaruError("this allocation was committed or aborted before")
+        if not shown.end():
             raise MaruError(
-                "something still shows this allocation's view (an array made from it?) and could write after the "
-                "pages belong to others; drop it first"
-            ) from None
-        self._view = None
+                "something still shows this allocation's view (a slice of it, an array made from it?) and could write "
+                "after the pages belong to others; drop it first"
+            )
+        self._shown = None
         self._open = False
 
     def __enter__(self) -> Allocation:
@@ -121,37 +161,29 @@ class SharedLease:
 class Retrieved:
     """One stored object, leased: its bytes stay in place until ``close``, the end of the ``with``, or collection.
 
-    The lease lasts while ``view`` itself is alive; slices of it do not extend it.
+    Slices of ``view`` and arrays made from it hold the lease as well, until the last of them is gone.
     """
 
     def __init__(self, located: Located, index: int, view: memoryview, shared: SharedLease) -> None:
         self._located = located
         self._index = index
-        self._view: memoryview | None = view
-        self._finalizer = weakref.finalize(view, shared.let_go)
-        # At exit the goodbye of the handler ends all leases at once.
-        self._finalizer.atexit = False
+        self._shown = Shown(view, readonly=True, on_gone=shared.let_go)
 
     @property
     def view(self) -> memoryview:
         """The bytes, read-only and without a copy; raises MaruError after ``close``."""
-        if self._view is None:
+        view = self._shown.view
+        if view is None:
             raise MaruError("this object was closed and its lease given back; retrieve it again")
-        return self._view
+        return view
 
     def verify(self) -> bool:
         """Whether what was read up to now is the object that was asked for. False after ``close``."""
-        return self._view is not None and self._located.verify_one(self._index)
+        return self._shown.view is not None and self._located.verify_one(self._index)
 
     def close(self) -> None:
-        """Give the lease back. Idempotent."""
-        view, self._view = self._view, None
-        if view is not None:
-            self._finalizer()
-            try:
-                view.release()
-            except BufferError:
-                structlog.get_logger(__name__).debug("a closed object is still shown by another buffer")
+        """Give the lease back, now or when the last buffer made from ``view`` is gone. Idempotent."""
+        self._shown.hide()
 
     def __enter__(self) -> Retrieved:
         return self

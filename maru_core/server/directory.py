@@ -36,7 +36,7 @@ class Directory:
         )
         self.objects = Objects(arenas)
         self._postponed = Postponed()
-        self._room = Room(self.objects, self.namespaces, self.counters, ahead_share)
+        self._room = Room(self.objects, self.namespaces, self.counters, ahead_share, lease_share)
         self._reservations = Reservations(self.objects, self._room, self._postponed, self.counters)
         self._leases = Leases(self.objects, self._room, self._postponed, self.counters, lease_share)
 

@@ -30,18 +30,26 @@ class Room:
     ``ahead_share``: the part of all pools that may be kept free by eviction ahead.
     """
 
-    def __init__(self, objects: Objects, namespaces: Namespaces, counters: dict[str, int], ahead_share: float) -> None:
+    def __init__(
+        self,
+        objects: Objects,
+        namespaces: Namespaces,
+        counters: dict[str, int],
+        ahead_share: float,
+        lease_share: float,
+    ) -> None:
         self._objects = objects
         self._namespaces = namespaces
         self._counters = counters
         self._arenas = objects.arenas
-        self._longest = max((arena.end - arena.base) * arena.granule for arena in self._arenas)
+        # What no session may lease, nobody could ever read.
+        self._longest = max(int((arena.end - arena.base) * lease_share) * arena.granule for arena in self._arenas)
         self._most_ahead = int(sum(arena.end - arena.base for arena in self._arenas) * ahead_share)
         #: Length in bytes and number of the objects that room is made ahead for; none when there is nothing to do.
         self._ahead = (0, 0)
 
     def fits(self, length: int) -> bool:
-        """Whether an object of ``length`` bytes can be in some pool at all."""
+        """Whether an object of ``length`` bytes can be in some pool at all, and be read from there."""
         return 0 < length <= self._longest
 
     def allocate(self, length: int, count: int) -> list[Run]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import hashlib
 import pickle
 import random
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -100,13 +102,60 @@ def test_an_allocation_whose_block_raises_is_given_back(handler: MaruHandler) ->
     assert handler.store("a", b"1") is StoreResult.STORED
 
 
-def test_commit_is_refused_while_something_could_still_write(handler: MaruHandler) -> None:
+#: Everything that goes on showing a view's bytes without being an export that ``memoryview.release`` would count.
+DERIVED: dict[str, Callable[[memoryview], object]] = {
+    "slice": lambda view: view[:3],
+    "memoryview": memoryview,
+    "cast": lambda view: view.cast("c"),
+    "ctypes": lambda view: (ctypes.c_ubyte * len(view)).from_buffer(view),
+    "pickle": pickle.PickleBuffer,
+    "array": lambda view: pytest.importorskip("numpy").frombuffer(view, dtype="u1"),
+}
+
+
+@pytest.mark.parametrize("make", DERIVED.values(), ids=DERIVED)
+def test_commit_and_abort_are_refused_while_something_could_still_write(
+    handler: MaruHandler, make: Callable[[memoryview], object]
+) -> None:
     room = handler.alloc("a", 5)
-    shown = pickle.PickleBuffer(room.view)  # holds the buffer, as a numpy array made from it does
-    with pytest.raises(MaruError, match="still shows"):
-        room.commit()
-    shown.release()
+    room.view[:] = b"first"
+    shown = make(room.view)
+    for end in (room.commit, room.abort):
+        with pytest.raises(MaruError, match="still shows"):
+            end()
+    assert room.is_open
+    assert bytes(room.view) == b"first"
+    del shown
     assert room.commit() is StoreResult.STORED
+
+
+@pytest.mark.parametrize("make", [DERIVED["slice"], DERIVED["memoryview"], DERIVED["array"]])
+def test_what_is_made_from_a_retrieved_view_holds_the_lease(
+    handler: MaruHandler, make: Callable[[memoryview], object]
+) -> None:
+    """An array made from a temporary is what users write; its bytes must not change under it."""
+    handler.store("a", b"12345")
+    found = handler.retrieve("a")
+    assert found is not None
+    shown = make(found.view)
+    found.close()
+    del found
+    time.sleep(0.7)
+    assert pool(handler)["leased"] > 0
+    del shown
+    eventually(lambda: pool(handler)["leased"] == 0, within=3)
+
+
+def test_what_no_session_may_lease_is_refused(folder: Folder) -> None:
+    """It would fill the pool and could never be read."""
+    handler = folder.connect(pool_size=1 << 20, lease_share=0.25)
+    assert handler.store("big", bytes(400_000)) is StoreResult.REFUSED
+    assert handler.store("small", bytes(100_000)) is StoreResult.STORED
+
+
+def test_a_key_is_text_or_bytes(handler: MaruHandler) -> None:
+    with pytest.raises(TypeError, match="got int 5"):
+        handler.store(5, b"x")  # type: ignore[arg-type]
 
 
 def test_a_dropped_allocation_keeps_its_pages_for_the_life_of_the_process(folder: Folder, handler: MaruHandler) -> None:

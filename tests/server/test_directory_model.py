@@ -24,6 +24,7 @@ class DirectoryModel(RuleBasedStateMachine):
     @initialize(share=st.sampled_from([0.5, 1.0]))
     def begin(self, share: float) -> None:
         self.world = World.of(12, 8, share=share, ahead=0.3)
+        self.longest = int(12 * share) * GRANULE
         self.clients = [self.world.session(b"a"), self.world.session(b"a"), self.world.session(b"b")]
         #: What each session reserved and did not give back: (session, entry, generation, key, epoch).
         self.writing: list[tuple[int, int, int, bytes, int]] = []
@@ -50,6 +51,8 @@ class DirectoryModel(RuleBasedStateMachine):
                 assert status == ReserveStatus.PRESENT
             elif before[at] == Presence.WRITING or name in seen:
                 assert status in (ReserveStatus.BUSY, ReserveStatus.PRESENT, ReserveStatus.NO_ROOM)
+            elif (sizes if isinstance(sizes, int) else sizes[at]) > self.longest:
+                assert status == ReserveStatus.REFUSED
             else:
                 assert status in (ReserveStatus.NEW, ReserveStatus.NO_ROOM)
             seen.add(name)
