@@ -77,6 +77,7 @@ class Served:
         self.process = spawn("-m", "tests.engine.served", str(model), json.dumps(connector))
         self._lines: queue.Queue[str] = queue.Queue()
         self._tail: list[str] = []
+        self._notes: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -87,7 +88,14 @@ class Served:
                 self._lines.put(line.removeprefix("RESULT "))
             else:
                 self._tail = [*self._tail[-60:], line]
+                if "maru" in line:
+                    self._notes.append(line)
         self._lines.put("")
+
+    @property
+    def notes(self) -> str:
+        """What the engine has said about Maru so far."""
+        return "\n" + "".join(self._notes)
 
     def result(self, within: float = 300) -> Any:
         """The next answer; fails with the engine's last lines when it ended instead."""

@@ -88,7 +88,12 @@ def engines(
     model: Path, runtime: Path, reference: dict[str, list[int]], serve: Callable[..., Served]
 ) -> tuple[Served, Served]:
     """Two engines that start at the same time, with nothing else running: one of them starts the server."""
-    connector = {"maru_pool_size": POOL, "maru_runtime_dir": str(runtime), "maru_lookup_timeout": 1}
+    connector = {
+        "maru_pool_size": POOL,
+        "maru_runtime_dir": str(runtime),
+        "maru_lookup_timeout": 1,
+        "maru_log_timing": True,
+    }
     pair = [serve(model, connector) for _ in range(2)]
     for engine in pair:
         assert engine.result() == "ready"
@@ -108,10 +113,10 @@ def test_a_prefix_is_shared_across_engines(
     assert cold["cached"] == [0]
     assert cold["answers"][0] == reference["first"]
     other = two.ask(prompts["second"])
-    assert other["cached"] == [4 * CHUNK]
+    assert other["cached"] == [4 * CHUNK], one.notes + two.notes
     assert other["answers"][0] == reference["second"]
     same = two.ask(prompts["first"], forget=True)
-    assert same["cached"] == [4 * CHUNK]
+    assert same["cached"] == [4 * CHUNK], two.notes
     assert same["answers"][0] == reference["first"]
     assert same["external"] == 2 * 4 * CHUNK
 
@@ -123,7 +128,7 @@ def test_a_prompt_of_whole_chunks_is_shared(
     one, two = engines
     assert one.ask(prompts["whole"])["answers"][0] == reference["whole"]
     warm = two.ask(prompts["whole"])
-    assert warm["cached"] == [2 * CHUNK - 128]
+    assert warm["cached"] == [2 * CHUNK - 128], two.notes
     assert warm["answers"][0] == reference["whole"]
 
 
@@ -203,7 +208,7 @@ def test_the_server_is_killed_while_engines_work(
     time.sleep(2)
     assert one.ask(prompts["second"], forget=True)["answers"][0] == reference["second"]
     warm = two.ask(prompts["second"], forget=True)
-    assert warm["cached"] == [4 * CHUNK]
+    assert warm["cached"] == [4 * CHUNK], one.notes + two.notes
     assert warm["answers"][0] == reference["second"]
     assert one.process.poll() is None
     assert two.process.poll() is None

@@ -357,7 +357,7 @@ def main() -> None:
 
     tiny = Tiny(
         sys.argv[1],
-        {"maru_pool_size": "64M", "maru_runtime_dir": sys.argv[2], "maru_idle_exit": 2, "maru_lookup_timeout": 1},
+        {"maru_pool_size": "64M", "maru_runtime_dir": sys.argv[2], "maru_idle_exit": 2, "maru_lookup_timeout": 10},
         json.loads(sys.argv[3]) if len(sys.argv) > 3 else {},
     )
     results: dict[str, Any] = {}
