@@ -94,6 +94,7 @@ class Run:
     def reference(self, plain: Engine, prompts: document.Prompts) -> dict[str, Reply]:
         """Answers without Maru: computed from the first token, and on vLLM's own prefix cache."""
         self._progress.step("the same requests without Maru, for comparison")
+        warm_up(plain)
         replies = {"first": plain.chat(prompts.first, MAX_TOKENS)}
         replies["second, own cache"] = plain.chat(prompts.second, MAX_TOKENS)
         plain.forget()
@@ -109,6 +110,8 @@ class Run:
     ) -> tuple[list[Row], Row, list[Check]]:
         """All rows, A's cold one, and what has to hold."""
         self._progress.step("asking A, then B")
+        for name in ("A", "B"):
+            warm_up(api[name])
         cold, _ = self._ask("document + question 1", "A, cold", api["A"], prompts.first, 0)
         other, other_reuse = self._ask(
             "document + question 2", "B, document from A", api["B"], prompts.second, prompts.shared_tokens
@@ -211,6 +214,11 @@ def tail(log: Path) -> str:
     """The last lines of a log, under its path."""
     lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
     return "\n".join([f"-- last lines of {log}", *(f"   {line}" for line in lines)])
+
+
+def warm_up(engine: Engine) -> None:
+    """A short question about something else: what an engine does once, at its first request, is not measured."""
+    engine.chat("How many legs has a spider?", 8)
 
 
 def _row(request: str, engine: str, reply: Reply, maru_tokens: int) -> Row:

@@ -91,7 +91,7 @@ def engines(
     connector = {
         "maru_pool_size": POOL,
         "maru_runtime_dir": str(runtime),
-        "maru_lookup_timeout": 1,
+        "maru_lookup_timeout": 10,
         "maru_log_timing": True,
     }
     pair = [serve(model, connector) for _ in range(2)]
