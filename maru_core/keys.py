@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from attrs import define, field
 
 from maru_core.errors import MaruError
-
-#: Bytes of one chunk key.
-KEY_SIZE = 32
+from maru_core.pool_format import KEY_SIZE
 
 #: The array type code of an unsigned integer of exactly four bytes.
 _U32 = next(code for code in "IL" if array(code).itemsize == 4)

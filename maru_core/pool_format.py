@@ -42,11 +42,8 @@ _CRC = struct.Struct("<I")
 HEADER_BODY: Final = struct.Struct("<B3xIQQQ16sQ4x32s32s")
 #: The same up to the keys, for writers that put many headers together.
 HEADER_PREFIX: Final = struct.Struct("<B3xIQQQ16sQ4x")
-#: state, generation, length as a reader needs them, at HEADER_VIEW_OFFSET.
-HEADER_VIEW: Final = struct.Struct("<B3xIQ")
 HEADER_VIEW_OFFSET: Final = 4
 HEADER_CHECKSUM_OFFSET: Final = 28
-HEADER_DIGEST_OFFSET: Final = 36
 
 
 class State(IntEnum):

@@ -8,16 +8,14 @@ import click
 
 from maru_core import logs
 from maru_core.cli.common import fail, settings, where
+from maru_core.client.bootstrap import DEFAULT_GRANULE, EXIT_TAKEN
 from maru_core.config import PluginSettings
 from maru_core.errors import MaruError
 from maru_core.host import PluginHost
 from maru_core.runtime_dir import AlreadyRunning
 from maru_core.server.service import ServerSettings, run_server
 
-#: Allocation granule when nobody asks for another, in bytes.
-DEFAULT_GRANULE = 64 * 1024
-#: Exit codes: another server has the folder, and any other failure to start.
-EXIT_TAKEN = 3
+#: Exit code of any failure to start but that another server has the folder.
 EXIT_FAILED = 1
 
 

@@ -51,6 +51,7 @@ from typing import Any, Final
 from attrs import frozen
 
 from maru_core.errors import ProtocolError
+from maru_core.pool_format import HEADER_SIZE
 
 #: Largest frame either side accepts, in bytes: 100,000 keys and their parents fit. Clients split longer batches.
 MAX_MESSAGE: Final = 8 * 1024 * 1024
@@ -147,7 +148,7 @@ class PoolDescriptor:
 
     def header_at(self, entry: int) -> int:
         """Offset in the pool of the header of ``entry``."""
-        return self.table_offset + (entry - self.entry_base) * 128
+        return self.table_offset + (entry - self.entry_base) * HEADER_SIZE
 
     def to_wire(self) -> list[Any]:
         """The array that HELLO carries."""
