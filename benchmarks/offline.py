@@ -57,9 +57,22 @@ class OfflineEngine:
         """Empty the engine's own prefix cache; a connector's stays."""
         self._call({"forget": True})
 
+    def pause(self) -> None:
+        """Stop all its processes: an idle engine of vLLM polls, and takes the processors from the one that is timed."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them go on."""
+        self._signal(signal.SIGCONT)
+
     def wait_until_ready(self) -> None:
         """Until the engine has started."""
         self._read()
+
+    def _signal(self, number: int) -> None:
+        for pid in session_members(self._process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -117,6 +130,7 @@ def offline_engine(
         print(f"{name}: the engine runs", file=sys.stderr, flush=True)
         yield engine
     finally:
+        engine.resume()
         end_engine(process)
 
 

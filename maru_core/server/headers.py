@@ -9,6 +9,7 @@ import struct
 from array import array
 from binascii import crc32
 from collections.abc import Sequence
+from itertools import repeat
 
 from maru_core.pool_format import (
     HEADER_BODY,
@@ -28,7 +29,6 @@ _CRC_GAP = bytes(4)
 _RESERVED = int(State.RESERVED)
 _PAIR = f"{2 * KEY_SIZE}s"
 _WHOLE = f"{HEADER_SIZE}s"
-_BODY_AFTER_CRC = f"4x{HEADER_BODY.size}s"
 
 
 def chain_pairs(parent: bytes, keys: bytes) -> list[bytes]:
@@ -78,16 +78,21 @@ class HeaderTable:
         """
         count = len(pairs)
         pack = HEADER_PREFIX.pack
+        # A CRC goes on from that of the front, which all headers of one generation share.
         if len(set(generations)) == 1:
-            front = _CRC_GAP + pack(_RESERVED, generations[0], length, session, 0, digest, weights_epoch)
-            headers = front.join((b"", *pairs))
+            front = pack(_RESERVED, generations[0], length, session, 0, digest, weights_epoch)
+            headers = (_CRC_GAP + front).join((b"", *pairs))
+            crcs = array("I", map(crc32, pairs, repeat(crc32(front))))
         else:
             fronts = {
-                generation: _CRC_GAP + pack(_RESERVED, generation, length, session, 0, digest, weights_epoch)
+                generation: pack(_RESERVED, generation, length, session, 0, digest, weights_epoch)
                 for generation in set(generations)
             }
-            headers = b"".join([fronts[generation] + pair for generation, pair in zip(generations, pairs, strict=True)])
-        crcs = array("I", map(crc32, struct.unpack(_BODY_AFTER_CRC * count, headers)))
+            heads = {generation: crc32(front) for generation, front in fronts.items()}
+            headers = b"".join(
+                [_CRC_GAP + fronts[generation] + pair for generation, pair in zip(generations, pairs, strict=True)]
+            )
+            crcs = array("I", map(crc32, pairs, map(heads.__getitem__, generations)))
         first = start - self._base
         # The CRCs come last: a reader in between sees a torn header, never a wrong one.
         table = self._bytes
