@@ -65,10 +65,10 @@ class ProtocolClient:
         self._socket.connect(url)
         self._request = self._epoch = self._session = 0
         self._pack = msgpack.Packer().pack
-        self._call(Op.HELLO, PROTOCOL_VERSION, "client", [os.getpid(), "", "benchmark"], b"\x90", learn=True)
+        self._call(Op.HELLO, PROTOCOL_VERSION, "client", [os.getpid(), "", "benchmark"], b"\x90", 0, [], learn=True)
         self._lock = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._call(Op.ATTACH, True)
+        self._call(Op.ATTACH, True, False)
 
     def _call(self, op: int, *arguments: Any, learn: bool = False) -> list[Any]:
         self._request += 1

@@ -106,7 +106,7 @@ def open_session(
 ) -> Session:
     """HELLO, lock, ATTACH; raises MaruError. A session that fails half-way holds nothing on the server."""
     identity = [os.getpid(), socket.gethostname(), name]
-    epoch, results = request(Op.HELLO, 0, 0, [PROTOCOL_VERSION, role, identity, descriptor])
+    epoch, results = request(Op.HELLO, 0, 0, [PROTOCOL_VERSION, role, identity, descriptor, 0, []])
     expect_results(results, 6, "HELLO")
     session, lock_path, weights_epoch, raw_pools, limits, server = results
     kinds: tuple[tuple[object, type], ...] = (
@@ -125,7 +125,7 @@ def open_session(
     pools = tuple(PoolDescriptor.from_wire(raw) for raw in raw_pools)
     proof = guard.lock(lock_path)
     try:
-        request(Op.ATTACH, epoch, session, [proof is not None])
+        request(Op.ATTACH, epoch, session, [proof is not None, False])
         return Session(
             epoch=epoch,
             id=session,

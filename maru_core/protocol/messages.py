@@ -14,9 +14,9 @@ another length is an error for the whole batch.
 ==========  ==========================================================  ==============================================
 op          arguments                                                   results
 ==========  ==========================================================  ==============================================
-HELLO       version, role, [pid, host, name], namespace descriptor      session, lock path, weights epoch, [pool…],
-                                                                        [max message bytes], [server version, pid]
-ATTACH      proof held (bool)                                           —
+HELLO       version, role, [pid, host, name], namespace descriptor,     session, lock path, weights epoch, [pool…],
+            quota, resume                                               [max message bytes], [server version, pid]
+ATTACH      proof held (bool), DMA (bool)                               —
 RESERVE     weights epoch, keys, parents, length or u64[n]              ReserveStatus u8[n], entry u32[n],
                                                                         generation u32[n]
 COMMIT      entry u32[n], generation u32[n], checksum u64[n] or empty   CommitStatus u8[n]
@@ -32,6 +32,14 @@ STATS       —                                                           one ma
 PING        —                                                           —
 BYE         —                                                           —
 ==========  ==========================================================  ==============================================
+
+``quota`` of HELLO is the most that the client wants its namespace to hold, in bytes (0: no wish). ``resume`` is empty,
+or what the client still uses of the session that it had with the server before this one: ``[session, entry u32[n],
+generation u32[n], lease u64[m], size u32[m], entry u32[k], generation u32[k]]``, its reservations and then its leases,
+whose sizes add up to k. If that server's memory lives on in this one, the reply names the same session, which holds
+exactly this; otherwise a new one, which holds nothing.
+
+``DMA`` of ATTACH says that devices may move this client's bytes by themselves, and so for a moment after it died.
 
 ``parents`` of RESERVE is empty, or n keys (NO_KEY for none), or one key: then the keys are a chain, each the parent of
 the next, and this is the parent of the first.

@@ -266,7 +266,9 @@ class Handlers:
 
     def _attach(self, session: Session, request: int, raw: list[Any]) -> Steps:
         yield from ()
-        proof = requests.flag(requests.arguments(raw, 1)[0], "proof held")
+        held, dma = requests.arguments(raw, 2)
+        proof = requests.flag(held, "proof held")
+        session.dma = requests.flag(dma, "DMA")
         if proof and not self.proofs.held(session.id):
             raise ProtocolError("the lock file is not locked; take an exclusive flock on it before ATTACH")
         session.proof = proof

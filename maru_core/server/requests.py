@@ -18,6 +18,16 @@ _KEY = f"{KEY_SIZE}s"
 
 
 @frozen
+class Resume:
+    """What a client still uses of an earlier ``session``: reservations, and the entries of each lease by its id."""
+
+    session: int
+    entries: array[int]
+    generations: array[int]
+    leases: dict[int, tuple[array[int], array[int]]]
+
+
+@frozen
 class Hello:
     """Arguments of HELLO."""
 
@@ -25,6 +35,8 @@ class Hello:
     role: str
     name: str
     descriptor: bytes
+    quota: int
+    resume: Resume | None
 
 
 def is_u64(value: object) -> bool:
@@ -41,7 +53,7 @@ def arguments(arguments: list[Any], count: int) -> list[Any]:
 
 def hello(raw: list[Any]) -> Hello:
     """Check HELLO beyond its version, which the caller looks at first."""
-    version, role, who, descriptor = arguments(raw, 4)
+    version, role, who, descriptor, quota, resume = arguments(raw, 6)
     if type(role) is not str or not isinstance(who, list) or len(who) != 3:
         raise ProtocolError("HELLO needs a role (text) and [pid, host, name]")
     pid, host, name = who
@@ -49,7 +61,26 @@ def hello(raw: list[Any]) -> Hello:
         raise ProtocolError("HELLO needs [pid (number), host (text), name (text)]")
     if type(descriptor) is not bytes or not 0 < len(descriptor) <= MAX_TEXT:
         raise ProtocolError(f"a namespace descriptor is 1 to {MAX_TEXT} bytes, got {describe(descriptor)}")
-    return Hello(version, role, name, descriptor)
+    return Hello(version, role, name, descriptor, number(quota, "quota"), _resume(resume))
+
+
+def _resume(raw: object) -> Resume | None:
+    if type(raw) is not list or len(raw) not in (0, 7):
+        raise ProtocolError(f"what a session resumes is an empty array or one of 7, got {describe(raw)}")
+    if not raw:
+        return None
+    entries, generations = handles(raw[1], raw[2])
+    ids = unpack_u64(raw[3])
+    sizes = unpack_u32(raw[4], within_limit(len(ids)))
+    held, held_generations = handles(raw[5], raw[6])
+    if sum(sizes) != len(held):
+        raise ProtocolError(f"leases of {sum(sizes)} objects in all, but {len(held)} objects are listed")
+    leases = {}
+    at = 0
+    for lease, size in zip(ids, sizes, strict=True):
+        leases[lease] = held[at : at + size], held_generations[at : at + size]
+        at += size
+    return Resume(number(raw[0], "session"), entries, generations, leases)
 
 
 def number(value: object, what: str) -> int:

@@ -47,6 +47,8 @@ class Session:
     attached: bool = False
     #: Whether the owner holds the ``flock`` by which its death can be proven.
     proof: bool = False
+    #: Whether devices may still move bytes of the owner for a moment after its death.
+    dma: bool = False
     #: Nothing is executed for it any more; what it holds is being freed.
     closed: bool = False
     #: First entries that may be committed, and those that a reset came between (freed by COMMIT or ABORT).

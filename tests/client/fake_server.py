@@ -83,7 +83,9 @@ class FakeServer:
             return [request_id, self.epoch, Code.CANCELLED, "cancelled"]
         return [request_id, self.epoch, 0, *getattr(self, f"_{Op(op).name.lower()}")(request_id, *arguments)]
 
-    def _hello(self, _id: int, version: int, _role: str, _who: list[Any], descriptor: bytes) -> list[Any]:
+    def _hello(
+        self, _id: int, version: int, _role: str, _who: list[Any], descriptor: bytes, _quota: int, _resume: list[Any]
+    ) -> list[Any]:
         from maru_core.namespace import Namespace
 
         self.sessions += 1
@@ -95,7 +97,7 @@ class FakeServer:
         descriptor_wire = self._pool.region.descriptor.to_wire()
         return [1000 + self.sessions, str(path), self.weights_epoch, [descriptor_wire], [1 << 20], ["1", os.getpid()]]
 
-    def _attach(self, _id: int, proof: bool) -> list[Any]:
+    def _attach(self, _id: int, proof: bool, dma: bool) -> list[Any]:
         return []
 
     def _reserve(self, request_id: int, weights: int, blob: bytes, _parents: bytes, length: Any) -> list[Any]:

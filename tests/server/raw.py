@@ -82,7 +82,7 @@ class RawClient:
         return self.result(self.send(op, *arguments))
 
     def hello(self, namespace: bytes = b"\x90", attach: bool = True, proof: bool = True) -> RawClient:
-        request = self.send(Op.HELLO, PROTOCOL_VERSION, "client", [os.getpid(), "host", "raw"], namespace)
+        request = self.send(Op.HELLO, PROTOCOL_VERSION, "client", [os.getpid(), "host", "raw"], namespace, 0, [])
         reply = self.receive()
         assert reply[0] == request, reply
         if reply[2] != Code.OK:
@@ -94,7 +94,7 @@ class RawClient:
             if proof:
                 self.lock = os.open(self.lock_path, os.O_RDWR | os.O_CLOEXEC)
                 fcntl.flock(self.lock, fcntl.LOCK_EX)
-            self.call(Op.ATTACH, proof)
+            self.call(Op.ATTACH, proof, False)
         return self
 
     def reserve(self, column: bytes, length: Any = 4096, parents: bytes = b"") -> tuple[bytes, list[int], list[int]]:

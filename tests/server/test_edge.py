@@ -38,9 +38,9 @@ def make_handlers() -> tuple[Handlers, int]:
     world = World.of(64)
     numbers = iter(range(5, 1 << 30))
     handlers = Handlers(world.directory, SessionRegistry(1, lambda: next(numbers)), AlwaysHeld(), 7, 1, lambda: 0.0)
-    hello = [Op.HELLO, 1, 0, 0, PROTOCOL_VERSION, "client", [1, "h", "n"], b"\x90"]
+    hello = [Op.HELLO, 1, 0, 0, PROTOCOL_VERSION, "client", [1, "h", "n"], b"\x90", 0, []]
     session = answer(handlers, hello)[3]
-    assert answer(handlers, [Op.ATTACH, 2, 7, session, True])[2] == Code.OK
+    assert answer(handlers, [Op.ATTACH, 2, 7, session, True, False])[2] == Code.OK
     return handlers, session
 
 
@@ -86,8 +86,8 @@ def test_arguments_of_any_type_are_refused_cleanly(op, well_addressed, arguments
 
 
 WELL_FORMED = {
-    Op.HELLO: [PROTOCOL_VERSION, "client", [1, "h", "n"], b"\x90"],
-    Op.ATTACH: [True],
+    Op.HELLO: [PROTOCOL_VERSION, "client", [1, "h", "n"], b"\x90", 0, []],
+    Op.ATTACH: [True, False],
     Op.RESERVE: [0, keys(0, 2), keys(9, 2), 100],
     Op.COMMIT: [pack([0]), pack([1]), u64(3)],
     Op.ABORT: [pack([0]), pack([1])],

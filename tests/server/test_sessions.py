@@ -111,8 +111,8 @@ def test_attach_must_be_true(start_server, connect):
     with pytest.raises(Refused, match="ATTACH first"):
         client.reserve(keys(0, 1))
     with pytest.raises(Refused, match="not locked"):
-        client.call(Op.ATTACH, True)
-    client.call(Op.ATTACH, False)
+        client.call(Op.ATTACH, True, False)
+    client.call(Op.ATTACH, False, False)
     assert client.reserve(keys(0, 1))[0] == b"\0"
 
 
