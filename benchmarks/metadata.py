@@ -209,9 +209,31 @@ def measure_operations(server: RunningServer, echo_url: str, rounds: int) -> dic
     return results
 
 
+def bother(url: str) -> None:
+    """The greedy client, a process of its own: batches of 100,000 keys, and requests over the limit, until told."""
+    greedy = ProtocolClient(url)
+    blob = random.Random(1).randbytes(32 * 100_000)
+    many = [blob[at : at + 32] for at in range(0, len(blob), 32)]
+    stop = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
+    print("ready", flush=True)
+    batches = 0
+    while not stop.is_set():
+        grants = greedy.reserve(many)
+        greedy.commit(grants)
+        greedy.probe(many)
+        lease = greedy.acquire(many)
+        if lease[0]:
+            greedy.release(lease)
+        greedy.send_oversize()
+        batches += 1
+    greedy.close()
+    print(batches, flush=True)
+
+
 def measure_fairness(url: str, seconds: float) -> dict[str, float]:
     """PROBE latencies of one client in milliseconds, alone and beside a client with very large batches."""
-    polite, greedy = ProtocolClient(url), ProtocolClient(url)
+    polite = ProtocolClient(url)
     few = [secrets.token_bytes(32) for _ in range(BATCH)]
     results: dict[str, float] = {}
 
@@ -227,31 +249,20 @@ def measure_fairness(url: str, seconds: float) -> dict[str, float]:
         results[f"{name}_max_ms"] = times[-1] / 1000
 
     probe_for(seconds / 4, "alone")
-    blob = random.Random(1).randbytes(32 * 100_000)
-    many = [blob[at : at + 32] for at in range(0, len(blob), 32)]
-    stop = threading.Event()
-    batches = []
-
-    def bother() -> None:
-        while not stop.is_set():
-            grants = greedy.reserve(many)
-            greedy.commit(grants)
-            greedy.probe(many)
-            lease = greedy.acquire(many)
-            if lease[0]:
-                greedy.release(lease)
-            greedy.send_oversize()
-            batches.append(len(many))
-
-    thread = threading.Thread(target=bother)
-    thread.start()
-    probe_for(seconds, "beside")
-    stop.set()
-    thread.join()
-    results["batches"] = len(batches)
+    child = subprocess.Popen(
+        [sys.executable, __file__, "--bother", url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+    )
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        probe_for(seconds, "beside")
+        finished = child.communicate(timeout=60)[0]
+    finally:
+        child.kill()
+        child.wait()
+    results["batches"] = int(finished)
     results["longest_turn_ms"] = polite.stats()["server"]["longest_turn_s"] * 1000
     polite.close()
-    greedy.close()
     return results
 
 
@@ -304,4 +315,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--echo"]:
         serve_echo(sys.argv[2])
+    if sys.argv[1:2] == ["--bother"]:
+        bother(sys.argv[2])
+        sys.exit()
     sys.exit(main(__doc__, measure, add_options))
