@@ -18,12 +18,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+import structlog
+from attrs import evolve
+
 from maru_backends.capacity import NO_LIMIT, Available, available_memory, filesystem_type, free_huge_pages, free_space
 from maru_backends.mapped import MappedRegion, map_fd, map_file
 from maru_core.contracts import BackendProvision, PoolRequest
 from maru_core.errors import BackendError
 from maru_core.plugin import hookimpl
-from maru_core.pool_format import MAGIC, SUPERBLOCK_SIZE, Superblock, pack_superblock, plan_pool
+from maru_core.pool_format import MAGIC, SUPERBLOCK_SIZE, Superblock, pack_superblock, plan_pool, unpack_superblock
 from maru_core.protocol import PoolDescriptor
 from maru_core.sizes import format_size
 
@@ -31,12 +34,15 @@ NAME: Final = "cpu"
 DEFAULT_PATH: Final = "/dev/shm"
 IDENTITY_SIZE: Final = 16
 _OWNER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_UNKNOWN_BOOT: Final = bytes(16)
 _FOLDER: Final = "maru-"
 _FILE: Final = "pool-"
 #: File systems whose files are memory of the host. Pages of hugetlbfs were set apart before and are counted by itself.
 _MEMORY_FILESYSTEMS: Final = ("tmpfs", "ramfs", "devtmpfs", "")
 #: How long to wait, in seconds, for another server that allocates its pool in the same place.
 _TURN_TIMEOUT: Final = 60.0
+#: How often, 10 ms apart, a lock is tried that others hold for a moment only.
+_LOOKS: Final = 100
 
 
 class CpuPool:
@@ -50,6 +56,13 @@ class CpuPool:
     def region(self) -> MappedRegion:
         """The pool mapped in this process."""
         return self._region
+
+    def leave(self) -> None:
+        """Unmap the pool and give up the lock; the file stays."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            self._region.close()
+            os.close(fd)
 
     def destroy(self) -> None:
         """Unmap the pool and remove its file; engines that still map it keep their pages until they let go."""
@@ -100,9 +113,36 @@ class CpuBackend:
                 self._check_room(descriptor, folder_fd, root)
                 return _allocate(folder_fd, name, descriptor)
 
+    def adopt_pool(self, request: PoolRequest) -> CpuPool | None:
+        """Take over ``<path>/maru-<owner>/pool-<n>`` if its owner is dead and it is of this boot and of this size."""
+        folder = Path(request.path or DEFAULT_PATH).resolve() / f"{_FOLDER}{request.owner}"
+        location = folder / f"{_FILE}{request.pool}"
+        try:
+            fd = os.open(location, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        pool = None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            descriptor = _existing(fd, request, str(location), os.fstatvfs(fd).f_bsize)
+            pool = CpuPool(MappedRegion(descriptor, map_fd(fd, descriptor)), fd)
+        except (OSError, BackendError) as error:
+            structlog.get_logger(__name__).info("pool not taken over", location=str(location), reason=str(error))
+        finally:
+            if pool is None:
+                os.close(fd)
+        return pool
+
     def map_region(self, descriptor: PoolDescriptor) -> MappedRegion:
         """Map an existing pool; raises BackendError when it is not the one that ``descriptor`` describes."""
-        return map_file(descriptor)
+        # Shows that the memory is in use although its owner may be dead: nobody takes it for an orphan meanwhile.
+        folder = _lock_shared(Path(descriptor.location).parent)
+        try:
+            return map_file(descriptor, folder)
+        except BaseException:
+            if folder is not None:
+                os.close(folder)
+            raise
 
     def _check_room(self, descriptor: PoolDescriptor, folder_fd: int, root: Path) -> None:
         kind = filesystem_type(os.fstat(folder_fd).st_dev)
@@ -148,6 +188,24 @@ def _plan(request: PoolRequest, location: str, page: int) -> PoolDescriptor:
     )
 
 
+def _existing(fd: int, request: PoolRequest, location: str, page: int) -> PoolDescriptor:
+    """What is in an open pool file; raises BackendError when it is not what a new one would be."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise BackendError("it is not a private file of this user")
+    block = unpack_superblock(os.pread(fd, SUPERBLOCK_SIZE, 0))
+    if block.boot_id != _boot_id() or block.boot_id == _UNKNOWN_BOOT:
+        raise BackendError("it was made before this host was started, or the host does not say when that was")
+    wanted = _plan(request, location, page)
+    found = (status.st_size, block.granule, block.entry_count, block.table_offset, block.data_offset)
+    asked = (wanted.size, wanted.granule, wanted.entry_count, wanted.table_offset, wanted.data_offset)
+    if found != asked:
+        raise BackendError(
+            f"its size, granule, entries and offsets are {found}, those of the pool that is asked for {asked}"
+        )
+    return evolve(wanted, identity=block.identity)
+
+
 def _allocate(folder_fd: int, name: str, descriptor: PoolDescriptor) -> CpuPool:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
@@ -188,7 +246,7 @@ def _boot_id() -> bytes:
     try:
         return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
     except (OSError, ValueError):  # not shown in this container: a pool without it is never taken over
-        return bytes(16)
+        return _UNKNOWN_BOOT
 
 
 @contextmanager
@@ -253,7 +311,7 @@ def _turn(root_fd: int) -> Iterator[bool]:
 def _remove_orphans(root_fd: int) -> None:
     """Remove pools of this user whose owner is dead: their memory would be missing for ever.
 
-    The lock is the proof of death and the superblock that it is a pool: a name alone is neither.
+    Not while an engine uses one: its server may come back for it. The lock is the proof of death and the superblock that it is a pool: a name alone is neither.
     """
     for entry in os.listdir(root_fd):
         if not entry.startswith(_FOLDER):
@@ -264,13 +322,38 @@ def _remove_orphans(root_fd: int) -> None:
             continue
         try:
             pools = [name for name in os.listdir(fd) if name.startswith(_FILE) and _is_pool(fd, name)]
-            if pools and os.fstat(fd).st_uid == os.geteuid():
+            if pools and os.fstat(fd).st_uid == os.geteuid() and not _in_use(fd):
                 for name in pools:
                     _remove_unlocked(fd, name)
                 with suppress(OSError):  # in use
                     os.rmdir(entry, dir_fd=root_fd)
         finally:
             os.close(fd)
+
+
+def _lock_shared(folder: Path) -> int | None:
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:  # then the pool is not there either, which is found next
+        return None
+    for _ in range(_LOOKS):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:  # somebody looks for orphans this very moment
+            time.sleep(0.01)
+        else:
+            return fd
+    os.close(fd)
+    return None
+
+
+def _in_use(folder_fd: int) -> bool:
+    """Whether an engine has a pool of this folder mapped; while not, this descriptor keeps others from doing so."""
+    try:
+        fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
 
 
 def _is_pool(folder_fd: int, name: str) -> bool:

@@ -23,8 +23,10 @@ class MappedRegion:
     Thread-safe. Implements :class:`maru_core.contracts.Region`.
     """
 
-    def __init__(self, descriptor: PoolDescriptor, mapping: mmap.mmap) -> None:
+    def __init__(self, descriptor: PoolDescriptor, mapping: mmap.mmap, keeps: int | None = None) -> None:
+        """``keeps``: a descriptor that is to be open as long as the region, closed by it."""
         self._descriptor = descriptor
+        self._keeps = keeps
         self._buffer: memoryview | None = memoryview(mapping)
         self._mapping: mmap.mmap | None = mapping
 
@@ -65,10 +67,21 @@ class MappedRegion:
         # mmap.close() would raise BufferError while a view is alive; dropping the last reference does the same later.
         self._buffer = None
         self._mapping = None
+        keeps, self._keeps = self._keeps, None
+        if keeps is not None:
+            os.close(keeps)
+
+    def __del__(self) -> None:
+        keeps = getattr(self, "_keeps", None)
+        if keeps is not None:
+            os.close(keeps)
 
 
-def map_file(descriptor: PoolDescriptor) -> MappedRegion:
-    """Map the existing file that ``descriptor`` names, after checking that it is that pool; raises BackendError."""
+def map_file(descriptor: PoolDescriptor, keeps: int | None = None) -> MappedRegion:
+    """Map the existing file that ``descriptor`` names, after checking that it is that pool; raises BackendError.
+
+    ``keeps``: a descriptor that the region closes when it is closed.
+    """
     location = descriptor.location
     _check_geometry(descriptor)
     try:
@@ -98,7 +111,7 @@ def map_file(descriptor: PoolDescriptor) -> MappedRegion:
     expected = (descriptor.granule, descriptor.entry_count, descriptor.table_offset, descriptor.data_offset)
     if geometry != expected:
         raise BackendError(f"pool {location} has geometry {geometry}, the server says {expected}")
-    return MappedRegion(descriptor, mapping)
+    return MappedRegion(descriptor, mapping, keeps)
 
 
 def map_fd(fd: int, descriptor: PoolDescriptor) -> mmap.mmap:

@@ -66,10 +66,13 @@ class Pool(Protocol):
 
     @property
     def region(self) -> Region:
-        """The pool mapped in the server, superblock written, header table zeroed."""
+        """The pool mapped in the server, superblock written; of a new pool the header table is zero."""
 
     def destroy(self) -> None:
         """Unmap and remove the pool's memory (a device stays, a file goes). Idempotent."""
+
+    def leave(self) -> None:
+        """Unmap the pool and leave it to the next server of this owner, which may adopt it. Idempotent."""
 
 
 class StorageBackend(Protocol):
@@ -84,6 +87,14 @@ class StorageBackend(Protocol):
 
         Raises BackendError, with the size that is there and the size that was asked for, rather than let a later page
         fault kill an engine.
+        """
+
+    def adopt_pool(self, request: PoolRequest) -> Pool | None:
+        """Take over the pool that an earlier server of ``request.owner`` left behind when it was killed.
+
+        Superblock, header table and data as that server left them. ``None`` when there is none, when another one lives
+        that owns it, or when it is not exactly what ``request`` asks for, or not of this boot: then a new one is made.
+        Changes nothing in that case; raises only BackendError.
         """
 
     def map_region(self, descriptor: PoolDescriptor) -> Region:

@@ -57,6 +57,10 @@ class FakePool:
         self.region: Final = region
         self._backend: Final = backend
 
+    def leave(self) -> None:
+        """Nothing: it is there for :meth:`FakeBackend.adopt_pool`."""
+        self.region.close()
+
     def destroy(self) -> None:
         """Forget the memory."""
         self.region.close()
@@ -102,6 +106,14 @@ class FakeBackend:
             if location in self._pools:
                 raise BackendError(f"pool {location} is in use; destroy it first")
             self._pools[location] = (descriptor, memory)
+        return FakePool(self, FakeRegion(descriptor, memory))
+
+    def adopt_pool(self, request: PoolRequest) -> FakePool | None:
+        """The pool of this owner, if it is there and as large."""
+        with self._lock:
+            descriptor, memory = self._pools.get(f"fake:{request.owner}/{request.pool}", (None, bytearray()))
+        if descriptor is None or (descriptor.size, descriptor.granule) != (request.size, request.granule):
+            return None
         return FakePool(self, FakeRegion(descriptor, memory))
 
     def map_region(self, descriptor: PoolDescriptor) -> FakeRegion:

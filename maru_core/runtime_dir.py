@@ -88,6 +88,11 @@ class RuntimeDir:
         return self.path / "sessions"
 
     @property
+    def weights(self) -> Path:
+        """Weights epochs of namespaces that were reset."""
+        return self.path / "weights.json"
+
+    @property
     def url(self) -> str:
         """Where a server of this folder listens unless told otherwise; raises ConfigError when too long."""
         return check_url(f"ipc://{self.server_socket}")

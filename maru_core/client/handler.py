@@ -235,8 +235,8 @@ class _Opener:
         self._log = structlog.get_logger(__name__)
         self._told = False
 
-    def __call__(self, link: Link, request: Requester) -> Session:
-        """A new session, ready to use; raises MaruError."""
+    def __call__(self, link: Link, request: Requester, previous: Session | None) -> Session:
+        """A session, ready to use; raises MaruError. It is ``previous`` if the server can go on with that."""
         session = open_session(
             request,
             link.guard,
@@ -244,16 +244,20 @@ class _Opener:
             role=self._role,
             name=self._name,
             descriptor=self._namespace.descriptor,
+            previous=previous,
+            held=link.holdings.seal(),
         )
+        resumed = previous is not None and previous.id == session.id
         try:
             self._catch_up(link, request, session)
             self._tell_sizes(session)
-            if self._config.eager_map and self._role != "scheduler":
+            if self._config.eager_map and self._role != "scheduler" and not resumed:
                 self._map(session)
             self._host.session_opened(self._name, self._role)
         except BaseException:
-            link.guard.close(session.proof)
-            session.regions.close()
+            if not resumed:
+                link.guard.close(session.proof)
+                session.regions.close()
             raise
         return session
 

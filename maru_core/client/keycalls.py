@@ -19,7 +19,7 @@ from maru_core.client.session import Session
 from maru_core.client.values import Grants, Lease
 from maru_core.errors import ProtocolError, StaleEpoch, Unavailable
 from maru_core.pool_format import KEY_SIZE
-from maru_core.protocol import MAX_KEYS, CommitStatus, Op
+from maru_core.protocol import MAX_KEYS, CommitStatus, Op, ReserveStatus
 from maru_core.protocol.codec import pack_u32, pack_u64
 
 #: Bytes of one key in the largest request (key, parent, length), and what the rest of a message may take.
@@ -77,6 +77,11 @@ class KeyCalls:
         """Epoch of the server; raises Unavailable while there is none."""
         return self._link.up().epoch
 
+    def holds(self, epoch: int) -> bool:
+        """Whether what was reserved or leased under the server of ``epoch`` is still held, and the server there."""
+        session = self._link.live
+        return session is not None and session.covers(epoch)
+
     @property
     def weights_epoch(self) -> int:
         """Weights epoch that this handler stores and looks up under."""
@@ -129,6 +134,7 @@ class KeyCalls:
                 ]
                 parse = partial(reserved, lengths=chosen, uniform=same_length, pools=session.pools)
                 answer = self._link.call(session, Op.RESERVE, arguments, parse, wait)
+                self._link.holdings.writes(session.holder, *_granted(*answer))
                 if not statuses:
                     statuses, entries, generations = answer
                 else:
@@ -155,7 +161,7 @@ class KeyCalls:
         statuses = b""
         try:
             session = self._link.up()
-            if session.holder != (grants.epoch, grants.session):
+            if session.id != grants.session or not session.covers(grants.epoch):
                 raise StaleEpoch("these reservations were made before the server restarted; nothing was committed")
             session.regions.publish(entries, lengths)
             for part, wait in self._parts(len(entries), session, timeout):
@@ -169,6 +175,7 @@ class KeyCalls:
         except BaseException:
             self._put_back(grants, chosen)
             raise
+        self._link.holdings.wrote(entries, generations)
         return statuses
 
     def abort(self, grants: Grants, indices: Sequence[int] | None = None) -> None:
@@ -191,7 +198,7 @@ class KeyCalls:
         """Lease what is READY; with ``leading`` only the keys before the first that is not."""
         session = self._link.up()
         keys = tuple(keys)
-        builder = LeaseBuilder(session, keys)
+        builder = LeaseBuilder(session, keys, self._link.holdings)
         epoch = self._link.weights_epoch if weights_epoch is None else weights_epoch
         try:
             for part, wait in self._parts(len(keys), session, timeout):
@@ -201,7 +208,7 @@ class KeyCalls:
                     break
         except BaseException:
             if builder.ids:
-                self._link.defer(session.holder, Op.RELEASE, builder.ids)
+                self._link.end_lease(session.holder, builder.ids)
             raise
         return builder.build()
 
@@ -218,7 +225,7 @@ class KeyCalls:
     def release(self, lease: Lease) -> None:
         """End a lease. Never blocks; delivered by the background thread until the server confirms. Idempotent."""
         if lease.ids:
-            self._link.defer((lease.epoch, lease.session), Op.RELEASE, lease.ids)
+            self._link.end_lease((lease.epoch, lease.session), lease.ids)
 
     def view(self, epoch: int, entry: int, length: int) -> memoryview:
         """Writable bytes of an object, without a copy. ``epoch`` is that of the grants or lease it comes from.
@@ -275,7 +282,7 @@ class KeyCalls:
     def _put_back(self, grants: Grants, indices: Sequence[int]) -> None:
         items = tuple((grants.entries[index], grants.generations[index]) for index in indices)
         if items:
-            self._link.defer((grants.epoch, grants.session), Op.ABORT, items)
+            self._link.end_writing((grants.epoch, grants.session), items)
 
     def _parts(self, count: int, session: Session, timeout: float | None) -> Iterator[tuple[range, float | None]]:
         """Slices of a batch that fit one message each, with the seconds that are left for it."""
@@ -292,6 +299,14 @@ class KeyCalls:
                     f"{count - start} of {count} keys were left when the {timeout} s for the call were over"
                 )
             yield range(start, min(start + most, count)), left
+
+
+def _granted(statuses: bytes, entries: array[int], generations: array[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Entries and generations of the keys that are NEW."""
+    if statuses.count(ReserveStatus.NEW) == len(statuses):
+        return entries, generations
+    new = [index for index, status in enumerate(statuses) if status == ReserveStatus.NEW]
+    return [entries[index] for index in new], [generations[index] for index in new]
 
 
 def _commit_statuses(results: list[Any], count: int, op: str) -> bytes:

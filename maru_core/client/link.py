@@ -19,6 +19,7 @@ import zmq
 from attrs import frozen
 
 from maru_core.client.channel import Channel
+from maru_core.client.holdings import Holdings
 from maru_core.client.session import ForkGuard, Session
 from maru_core.errors import (
     MaruError,
@@ -69,6 +70,7 @@ class Link:
         self.inbox: queue.SimpleQueue[Chore | None] = queue.SimpleQueue()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.guard = ForkGuard(self._on_fork)
+        self.holdings = Holdings()
         self._request_timeout = request_timeout
         self._log = structlog.get_logger(__name__)
         self._local = threading.local()
@@ -153,17 +155,27 @@ class Link:
         """
         self.inbox.put(Chore(holder, op, items))
 
+    def end_lease(self, holder: tuple[int, int], leases: tuple[int, ...]) -> None:
+        """Nothing is read under these any more. Never blocks; safe in finalizers."""
+        self.holdings.has_read(leases)
+        self.defer(holder, Op.RELEASE, leases)
+
+    def end_writing(self, holder: tuple[int, int], items: tuple[tuple[int, int], ...]) -> None:
+        """Nothing is written to these pages (entry, generation) any more, and nothing of them is to be stored."""
+        self.holdings.wrote((entry for entry, _ in items), (generation for _, generation in items))
+        self.defer(holder, Op.ABORT, items)
+
     def voided(self, session: Session) -> MaruError:
         """Why ``session`` is not live: StaleEpoch when another took its place, else what keeps the link down."""
         live = self.live
-        if live is not None and live.holder != session.holder:
+        if live is not None and live is not session:
             return StaleEpoch(f"the Maru server at {self.url} restarted; what was held before is void")
         return self._away()
 
     def session_of(self, epoch: int) -> Session:
-        """The latest session if it is of ``epoch``, even while the link is down; raises StaleEpoch, Unavailable."""
+        """The latest session if it covers ``epoch``, even while the link is down; raises StaleEpoch, Unavailable."""
         session = self.session
-        if session is not None and session.epoch == epoch and not self.closed:
+        if session is not None and session.covers(epoch) and not self.closed:
             return session
         if self.closed or session is None:
             raise self._away()

@@ -6,6 +6,7 @@ from array import array
 
 from maru_core.client.channel import Channel
 from maru_core.client.columns import acquired, join_keys
+from maru_core.client.holdings import Holdings
 from maru_core.client.link import Link
 from maru_core.client.session import Session
 from maru_core.client.values import Lease
@@ -16,8 +17,9 @@ from maru_core.protocol import NO_ENTRY, Op, Presence
 class LeaseBuilder:
     """Puts the replies to the parts of one batch together. Parts that are never asked for stay ABSENT."""
 
-    def __init__(self, session: Session, keys: tuple[bytes, ...]) -> None:
+    def __init__(self, session: Session, keys: tuple[bytes, ...], holdings: Holdings) -> None:
         self._session = session
+        self._holdings = holdings
         self._keys = keys
         self._statuses = b""
         self._entries = array("I")
@@ -26,9 +28,11 @@ class LeaseBuilder:
         self.ids: tuple[int, ...] = ()
 
     def add(self, part: tuple[int, bytes, array[int], array[int], array[int]]) -> bool:
-        """Take one part; whether every key of it is READY."""
+        """Take one part; whether every key of it is READY. Raises StaleEpoch when it is void already."""
         lease, statuses, entries, generations, lengths = part
         if lease:
+            # Columns of its own: those below may grow.
+            self._holdings.reads(self._session.holder, lease, entries[:], generations)
             self.ids += (lease,)
         if self._statuses:
             self._statuses += statuses
@@ -81,7 +85,7 @@ class PendingAcquire:
         self._parts = parts
         self._leading = leading
         self._weights_epoch = weights_epoch
-        self._builder = LeaseBuilder(session, keys)
+        self._builder = LeaseBuilder(session, keys, link.holdings)
         self._next = 0
         self._sent: tuple[Channel, int] | None = None
         self._done = not parts
@@ -133,7 +137,7 @@ class PendingAcquire:
             self._link.give_up(channel, self._session, Op.ACQUIRE, request_id)
             self._link.wake()  # an answer that is late may mean that the server is away
         if self._builder.ids:
-            self._link.defer(self._session.holder, Op.RELEASE, self._builder.ids)
+            self._link.end_lease(self._session.holder, self._builder.ids)
 
     def _submit(self) -> None:
         if self._done:
@@ -152,4 +156,4 @@ class PendingAcquire:
             self._sent[0].forget(self._sent[1])
             self._link.defer(self._session.holder, Op.CANCEL, (self._sent[1],))
         if self._builder.ids:
-            self._link.defer(self._session.holder, Op.RELEASE, self._builder.ids)
+            self._link.end_lease(self._session.holder, self._builder.ids)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from attrs import field, frozen
 
 from maru_core.client.columns import expect_results
+from maru_core.client.holdings import Snapshot
 from maru_core.client.regions import Regions
 from maru_core.errors import ProtocolError
 from maru_core.protocol import MAX_MESSAGE, PROTOCOL_VERSION, Op
@@ -22,7 +23,10 @@ from maru_core.protocol.messages import PoolDescriptor
 
 @frozen(eq=False)
 class Session:
-    """What one HELLO gave: who we are for the server, and the pools. ``proof`` is the locked descriptor or ``None``."""
+    """What one HELLO gave: who we are for the server, and the pools. ``proof`` is the locked descriptor or ``None``.
+
+    ``lineage``: earlier epochs in which it was the same session on the same memory: what was held then still is.
+    """
 
     epoch: int
     id: int
@@ -33,6 +37,11 @@ class Session:
     server_version: str
     server_pid: int
     proof: int | None = field(default=None)
+    lineage: frozenset[int] = field(default=frozenset())
+
+    def covers(self, epoch: int) -> bool:
+        """Whether what was held under the server of ``epoch`` is held now."""
+        return epoch == self.epoch or epoch in self.lineage
 
     @property
     def holder(self) -> tuple[int, int]:
@@ -103,10 +112,17 @@ def open_session(
     role: str,
     name: str,
     descriptor: bytes,
+    previous: Session | None = None,
+    held: Snapshot | None = None,
 ) -> Session:
-    """HELLO, lock, ATTACH; raises MaruError. A session that fails half-way holds nothing on the server."""
+    """HELLO, lock, ATTACH; raises MaruError. A session that fails half-way holds nothing on the server.
+
+    If the server has the memory of the one before it, ``previous`` goes on with ``held``, its regions and its proof;
+    the result has the same id then. Otherwise it is a new one.
+    """
     identity = [os.getpid(), socket.gethostname(), name]
-    epoch, results = request(Op.HELLO, 0, 0, [PROTOCOL_VERSION, role, identity, descriptor, 0, []])
+    resume = [] if previous is None or held is None else held.to_wire(previous.id)
+    epoch, results = request(Op.HELLO, 0, 0, [PROTOCOL_VERSION, role, identity, descriptor, 0, resume])
     expect_results(results, 6, "HELLO")
     session, lock_path, weights_epoch, raw_pools, limits, server = results
     kinds: tuple[tuple[object, type], ...] = (
@@ -123,7 +139,12 @@ def open_session(
     if not limits or type(limits[0]) is not int or len(server) != 2:
         raise ProtocolError(f"a reply to HELLO must carry limits and the server's version, got {limits!r}, {server!r}")
     pools = tuple(PoolDescriptor.from_wire(raw) for raw in raw_pools)
-    proof = guard.lock(lock_path)
+    resumed = previous if previous is not None and previous.id == session else None
+    if resumed is not None and pools != resumed.pools:
+        raise ProtocolError(f"a reply to HELLO resumes session {session} on other pools: {pools}, not {resumed.pools}")
+    proof = resumed.proof if resumed is not None else None
+    if proof is None:
+        proof = guard.lock(lock_path)
     try:
         request(Op.ATTACH, epoch, session, [proof is not None, False])
         return Session(
@@ -131,12 +152,14 @@ def open_session(
             id=session,
             weights_epoch=weights_epoch,
             pools=pools,
-            regions=make_regions(pools),
+            regions=make_regions(pools) if resumed is None else resumed.regions,
             max_message=min(MAX_MESSAGE, limits[0]),
             server_version=str(server[0]),
             server_pid=int(server[1]),
             proof=proof,
+            lineage=frozenset() if resumed is None else resumed.lineage | {resumed.epoch},
         )
     except BaseException:
-        guard.close(proof)
+        if resumed is None:
+            guard.close(proof)
         raise

@@ -34,7 +34,8 @@ JOIN = 1.0
 
 
 class Upkeep:
-    """See the module. ``open_session`` runs on the thread, is given a way to send requests, may raise any MaruError.
+    """See the module. ``open_session`` runs on the thread, is given a way to send requests and the session that is void
+    now, which goes on if the result has its id; it may raise any MaruError.
 
     ``ensure_server`` runs there before each attempt while no server answers; ``is_dead`` tells at once, where that can
     be told, that nobody listens.
@@ -43,7 +44,7 @@ class Upkeep:
     def __init__(
         self,
         link: Link,
-        open_session: Callable[[Link, Requester], Session],
+        open_session: Callable[[Link, Requester, Session | None], Session],
         ensure_server: Callable[[Callable[[], bool]], None],
         is_dead: Callable[[], bool],
     ) -> None:
@@ -169,12 +170,12 @@ class Upkeep:
     def _check(self, session: Session) -> Session | None:
         """Ping; the session when it still holds, ``None`` when it is void."""
         if self._link.lost is session:
-            self._discard(session)
+            self._void(session)
             return None
         try:
             self._request(Op.PING, session.epoch, session.id, (), PING_TIMEOUT)
         except StaleEpoch:
-            self._discard(session)
+            self._void(session)
             return None
         except Unavailable as error:
             self._went_down(error)
@@ -184,18 +185,24 @@ class Upkeep:
         return session
 
     def _renew(self) -> Session:
-        self._ensure_server(lambda: self._link.closed)
-        session = self._open_session(self._link, self.request)
-        self._link.session = session
+        link = self._link
+        self._ensure_server(lambda: link.closed)
+        previous = link.session
+        session = self._open_session(link, self.request, previous)
+        resumed = previous is not None and previous.id == session.id
+        link.holdings.open(session.holder, resumed=resumed)
+        link.session = session
+        if previous is not None and not resumed:
+            self._chores = [chore for chore in self._chores if chore.holder[1] != previous.id]
+            link.guard.close(previous.proof)
+            previous.regions.close()
         self._due = time.monotonic() + PING_INTERVAL
         return session
 
-    def _discard(self, session: Session) -> None:
+    def _void(self, session: Session) -> None:
+        """A session has to be opened. Until then the memory of this one stays mapped: it is read to the end."""
         self._link.live = None
-        self._link.session = None
-        self._chores = [chore for chore in self._chores if chore.holder != session.holder]
-        self._link.guard.close(session.proof)
-        session.regions.close()
+        self._link.lost = session
 
     def _went_up(self, session: Session) -> None:
         link = self._link
@@ -204,7 +211,8 @@ class Upkeep:
             link.live = session
             if link.closed:  # closed by another thread in between
                 link.live = None
-            link.note("info", "maru link up", url=link.url, epoch=session.epoch, session=session.id)
+            resumed = bool(session.lineage)
+            link.note("info", "maru link up", url=link.url, epoch=session.epoch, session=session.id, resumed=resumed)
 
     def _went_down(self, error: MaruError, level: str = "warning") -> None:
         link = self._link
@@ -219,7 +227,7 @@ class Upkeep:
 
     def _flush(self, session: Session, closing: bool = False) -> None:
         """Deliver put-off work; what cannot be delivered stays for the next round."""
-        mine = [chore for chore in self._chores if chore.holder == session.holder]
+        mine = [chore for chore in self._chores if chore.holder[1] == session.id and session.covers(chore.holder[0])]
         for op in (Op.CANCEL, Op.ABORT, Op.RELEASE):
             items = [item for chore in mine if chore.op is op for item in chore.items]
             for start in range(0, len(items), GATHER_ITEMS):

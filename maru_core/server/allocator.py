@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 
 class Allocator:
@@ -23,6 +24,16 @@ class Allocator:
         if count:
             self._insert(0, count)
             self.free = count
+
+    @classmethod
+    def of_runs(cls, count: int, runs: Iterable[tuple[int, int]]) -> Allocator:
+        """Only these runs ``(start, length)`` are free; they must not overlap."""
+        allocator = cls(0)
+        allocator.count = count
+        allocator._tag = array("I", bytes(4 * (count + 2)))
+        for start, length in runs:
+            allocator.give(start, length)
+        return allocator
 
     def take(self, pages: int, count: int) -> list[tuple[int, int]]:
         """Take ``count`` neighbouring pieces of ``pages`` granules each, or as many as there are.

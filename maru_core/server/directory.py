@@ -9,13 +9,14 @@ Here is what can be asked of it; :mod:`.objects` has what is known of each objec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from maru_core.server.arena import Arena
 from maru_core.server.index import KeyIndex
 from maru_core.server.leases import PRESENCE, Acquired, Leases
 from maru_core.server.namespaces import Namespaces, NamespaceState
 from maru_core.server.objects import READY, Objects, Postponed
+from maru_core.server.recovery import FindSession, Recovered, Recovery
 from maru_core.server.reservations import Reservations, Reserved
 from maru_core.server.room import Room
 from maru_core.server.sessions import Session
@@ -25,12 +26,18 @@ class Directory:
     """Objects of all namespaces in all pools.
 
     ``lease_share``: the part of a pool that one session may lease. ``ahead_share``: the part of all pools that
-    :meth:`make_ahead` keeps free at most.
+    :meth:`make_ahead` keeps free at most. ``epochs``: weights epochs from before, by namespace digest.
     """
 
-    def __init__(self, arenas: Sequence[Arena], lease_share: float = 0.5, ahead_share: float = 0.01) -> None:
+    def __init__(
+        self,
+        arenas: Sequence[Arena],
+        lease_share: float = 0.5,
+        ahead_share: float = 0.01,
+        epochs: Mapping[bytes, int] | None = None,
+    ) -> None:
         self.arenas = list(arenas)
-        self.namespaces = Namespaces()
+        self.namespaces = Namespaces(epochs)
         self.counters = dict.fromkeys(
             ("hits", "misses", "stored", "evicted", "skipped_no_room", "aborted", "deleted", "resets"), 0
         )
@@ -39,6 +46,39 @@ class Directory:
         self._room = Room(self.objects, self.namespaces, self.counters, ahead_share, lease_share)
         self._reservations = Reservations(self.objects, self._room, self._postponed, self.counters)
         self._leases = Leases(self.objects, self._room, self._postponed, self.counters, lease_share)
+
+    def recover(self, find_session: FindSession) -> Recovered:
+        """Fill this empty directory from the header tables; see :mod:`maru_core.server.recovery`.
+
+        Frozen from here until :meth:`thaw`. Raises BackendError, after which the directory cannot be used.
+        """
+        self._room.frozen = True
+        return Recovery(self.objects, self.namespaces, self._room, find_session).run()
+
+    @property
+    def frozen(self) -> bool:
+        """Whether nothing may be evicted or freed, because somebody unknown may still read it."""
+        return self._room.frozen
+
+    def thaw(self, limit: int) -> bool:
+        """Nobody unknown reads anything any more: free at most ``limit`` objects; whether that was all of them."""
+        self._postponed.settle()
+        return self._room.thaw(limit)
+
+    def unlisted(self, session: Session, entries: Sequence[int], generations: Sequence[int]) -> list[int]:
+        """First entries of what ``session`` has reserved and does not list."""
+        self._postponed.settle()
+        return self._reservations.unlisted(session, entries, generations)
+
+    def give_back(self, session: Session, entries: Sequence[int]) -> None:
+        """Free those of ``entries`` that ``session`` has reserved."""
+        self._postponed.settle()
+        self._reservations.give_back(session, entries)
+
+    def resume_lease(self, session: Session, lease: int, entries: Sequence[int], generations: Sequence[int]) -> None:
+        """A recovered session still reads these, under ``lease``; those that are something else now are left out."""
+        self._postponed.settle()
+        self._leases.resume(session, lease, entries, generations)
 
     def settle(self) -> None:
         """Do what the last call left for later: bookkeeping that no reply has to wait for.

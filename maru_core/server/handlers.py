@@ -8,7 +8,7 @@ cancelled, in the middle leaves nothing behind.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from itertools import compress, count
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from maru_core.protocol.messages import MAX_MESSAGE, NO_ENTRY, Code, Op, Presenc
 from maru_core.protocol.version import PROTOCOL_VERSION
 from maru_core.server import requests, stats
 from maru_core.server.directory import Directory
+from maru_core.server.liveness import SessionRecord
 from maru_core.server.sessions import AcquireUndo, ReserveUndo, Session, SessionRegistry
 
 #: Keys that are worked on before other requests get their turn: less than a millisecond.
@@ -46,8 +47,21 @@ class Proofs(Protocol):
     def held(self, session: int) -> bool:
         """Whether somebody holds the lock now."""
 
+    def path_of(self, session: int) -> str:
+        """The path of a session's lock file."""
+
+    def record(self, session: int, record: SessionRecord) -> None:
+        """Note whose session it is, before it may hold anything. Raises OSError."""
+
     def remove(self, session: int) -> None:
-        """Forget the session and unlink its file."""
+        """Forget the session and unlink its file: everything that it held is free."""
+
+
+class Epochs(Protocol):
+    """Where weights epochs outlive the server (:mod:`maru_core.server.weights`)."""
+
+    def save(self, epochs: Mapping[bytes, int]) -> None:
+        """Keep these, by namespace digest; never raises."""
 
 
 class Refusal(Exception):
@@ -85,17 +99,27 @@ _UNFINISHED = b"unfinished"
 
 @define(eq=False)
 class Handlers:
-    """Executes requests one slice at a time. ``clock`` in seconds, monotonic."""
+    """Executes requests one slice at a time. ``clock`` in seconds, monotonic.
+
+    ``dma_grace``: how long, in seconds, devices of a client that died may still move bytes.
+    """
 
     directory: Directory
     sessions: SessionRegistry
     proofs: Proofs
+    weights: Epochs
     epoch: int
     pid: int
     clock: Callable[[], float]
+    dma_grace: float = 0.0
     #: The most processor time in seconds that one turn of the loop with heavy work took: one message and one slice.
     longest_turn: float = 0.0
-    _leases: count[int] = field(init=False, factory=lambda: count(1))
+    #: Whether :meth:`sweep` has something to do that clients wait for.
+    sweep_soon: bool = False
+    _leases: count[int] = field(init=False)
+    _thawing: bool = field(init=False, default=False)
+    #: Closed sessions whose holdings are being freed.
+    _ending: int = field(init=False, default=0)
     _pack: Callable[[Any], bytes] = field(init=False)
     _operations: dict[int, Callable[[Session, int, list[Any]], Steps]] = field(init=False)
     _started: float = field(init=False)
@@ -104,6 +128,8 @@ class Handlers:
     def __attrs_post_init__(self) -> None:
         self._pack = msgpack.Packer(use_bin_type=True).pack
         self._started = self.clock()
+        # Sessions may go on with leases of the server before this one: ids must not meet theirs.
+        self._leases = count((self.epoch & _LEASE_BASE) << 20 | 1)
         self._log = structlog.get_logger(__name__)
         self.directory.counters.update(
             dict.fromkeys(("expired_sessions", "bad_requests", "cancelled", "internal_errors", "replies_dropped"), 0)
@@ -143,13 +169,17 @@ class Handlers:
             if epoch != self.epoch and (epoch or op not in _WITHOUT_EPOCH):
                 raise Refusal(Code.STALE_EPOCH, f"this is epoch {self.epoch}, not {epoch}: the server was restarted")
             if op == Op.HELLO:
-                return self._ok(request, self._hello(message[4:]))
+                return self._begin(self._hello(message[4:]), None, request)
             session = self.sessions.get(number)
             if session is None:
                 if number or op not in _WITHOUT_SESSION:
                     raise Refusal(Code.NO_SESSION, f"session {number} is unknown or closed; send HELLO")
             else:
                 self.sessions.heard(session, self.clock())
+                if op not in _BEFORE_USE:
+                    if session.awaited:
+                        raise Refusal(Code.NO_SESSION, f"session {number} must say HELLO, and what it still uses")
+                    session.resumable = False
                 if session.cancelled and request in session.cancelled:
                     del session.cancelled[request]
                     raise Refusal(Code.CANCELLED, f"request {request} was cancelled before it arrived")
@@ -164,13 +194,16 @@ class Handlers:
                 raise Refusal(Code.NO_SESSION, f"session {number} must ATTACH first")
             if len(session.running) >= MAX_RUNNING:
                 raise ProtocolError(f"{MAX_RUNNING} long requests of this session are in progress; wait for a reply")
-            steps = operation(session, request, message[4:])
+            return self._begin(operation(session, request, message[4:]), session, request)
         except Exception as error:  # noqa: BLE001 - the loop outlives any request
             return self._failure(request, error)
+
+    def _begin(self, steps: Steps, session: Session | None, request: int) -> bytes | Task | None:
         outcome = self.advance(steps, session, request)
         if outcome is not _UNFINISHED:
             return outcome
-        session.running.add(request)
+        if session is not None:
+            session.running.add(request)
         return Task(self, steps, session, request)
 
     def advance(self, steps: Steps, session: Session | None, request: int | None) -> bytes | None:
@@ -217,15 +250,39 @@ class Handlers:
 
     def sweep(self) -> list[Task]:
         """Look for dead and silent sessions; returns the work of freeing what they held. Call about once a second."""
+        self.sweep_soon = False
         now = self.clock()
         gone = self.sessions.expired(now)
-        gone += [s for s in self.sessions if s.attached and s.proof and not self.proofs.held(s.id)]
+        gone += [s for s in self.sessions if s.attached and s.proof and self._is_over(s, now)]
         for session in gone:
             self._log.info("session expired", session=session.id, name=session.name, attached=session.attached)
             self.directory.counters["expired_sessions"] += 1
         for session in self.sessions.note_silence(now):
             self._log.warning("session is silent, what it holds is kept", session=session.id, name=session.name)
-        return [Task(self, self._end(session), None, None) for session in gone]
+        tasks = [Task(self, self._end(session), None, None) for session in gone]
+        if self.directory.frozen and not self.sessions.awaited and not self._thawing:
+            self._thawing = True
+            tasks.append(Task(self, self._thaw(), None, None))
+        return tasks
+
+    def _is_over(self, session: Session, now: float) -> bool:
+        """Whether the owner is dead, and with it every device that it had set to work."""
+        if session.died is None:
+            if self.proofs.held(session.id):
+                return False
+            session.died = now
+        return not session.dma or now - session.died >= self.dma_grace
+
+    def _thaw(self) -> Steps:
+        """Everybody who may have used what was recovered has said so, or is dead."""
+        # Sessions that have just ended free what they held first.
+        while self._ending:
+            yield
+        self._log.info("recovery complete: all earlier sessions are back or gone")
+        while not self.directory.thaw(SLICE):
+            yield
+        self._thawing = False
+        return []
 
     def _ok(self, request: int, results: list[Any]) -> bytes:
         return self._pack([request, self.epoch, 0, *results])
@@ -246,7 +303,7 @@ class Handlers:
 
     # -- sessions --------------------------------------------------------------------------------------------------
 
-    def _hello(self, raw: list[Any]) -> list[Any]:
+    def _hello(self, raw: list[Any]) -> Steps:
         if raw and (type(raw[0]) is not int or raw[0] != PROTOCOL_VERSION):
             raise Refusal(
                 Code.VERSION,
@@ -255,14 +312,53 @@ class Handlers:
             )
         hello = requests.hello(raw)
         namespace = self.directory.namespaces.open(hello.descriptor)
-        session = self.sessions.open(namespace, hello.role, hello.name, self.clock())
-        try:
-            path = self.proofs.create(session.id)
-        except OSError:
-            self.sessions.close(session)
-            raise
+        session = None
+        if hello.resume is not None:
+            session = self.sessions.get(hello.resume.session)
+        if hello.resume is not None and session is not None and session.resumable and session.namespace is namespace:
+            yield from self._resume(session, hello.resume)
+            path = self.proofs.path_of(session.id)
+        else:
+            session = self.sessions.open(namespace, hello.role, hello.name, self.clock())
+            try:
+                path = self.proofs.create(session.id)
+            except OSError:
+                self.sessions.close(session)
+                raise
         pools = [arena.descriptor.to_wire() for arena in self.directory.arenas]
         return [session.id, path, namespace.weights_epoch, pools, [MAX_MESSAGE], [__version__, self.pid]]
+
+    def _resume(self, session: Session, resume: requests.Resume) -> Steps:
+        """Free what a session of the server before this one does not use any more, and lease again what it reads."""
+        session.died = None
+        lost = self.directory.unlisted(session, resume.entries, resume.generations)
+        for at in range(0, len(lost), SLICE):
+            if at:
+                yield
+                self._still(session)
+            self.directory.give_back(session, lost[at : at + SLICE])
+        # HELLO may come twice, when its reply was lost: what is leased already stays as it is.
+        worked = 0
+        for lease, (entries, generations) in resume.leases.items():
+            if lease in session.leases:
+                continue
+            for at in range(0, len(entries), SLICE):
+                part = slice(at, at + SLICE)
+                self.directory.resume_lease(session, lease, entries[part], generations[part])
+                worked += len(entries[part])
+                if worked >= SLICE:
+                    yield
+                    self._still(session)
+                    worked = 0
+        if session.awaited:
+            self.sessions.resumed(session)
+            self.sweep_soon = not self.sessions.awaited
+            self._log.info("session resumed", session=session.id, name=session.name, freed=len(lost))
+        return []
+
+    def _still(self, session: Session) -> None:
+        if session.closed or not session.resumable:
+            raise Refusal(Code.NO_SESSION, f"session {session.id} ended or went on while it was being resumed")
 
     def _attach(self, session: Session, request: int, raw: list[Any]) -> Steps:
         yield from ()
@@ -271,6 +367,8 @@ class Handlers:
         session.dma = requests.flag(dma, "DMA")
         if proof and not self.proofs.held(session.id):
             raise ProtocolError("the lock file is not locked; take an exclusive flock on it before ATTACH")
+        digest = session.namespace.digest.hex()
+        self.proofs.record(session.id, SessionRecord(digest, session.role, session.name, proof, session.dma))
         session.proof = proof
         session.attached = True
         return []
@@ -281,9 +379,14 @@ class Handlers:
 
     def _end(self, session: Session) -> Steps:
         self.sessions.close(session)
+        self._ending += 1
+        try:
+            while not self.directory.end_session(session, SLICE):
+                yield
+        finally:
+            self._ending -= 1
+        # Last: while anything is left, the next server must find out that it may free it.
         self.proofs.remove(session.id)
-        while not self.directory.end_session(session, SLICE):
-            yield
         return []
 
     def _cancel(self, session: Session, request: int, raw: list[Any]) -> Steps:
@@ -480,6 +583,9 @@ class Handlers:
     def _reset(self, session: Session, request: int, raw: list[Any]) -> Steps:
         weights_epoch = requests.number(requests.arguments(raw, 1)[0], "weights epoch")
         namespace = session.namespace
+        if weights_epoch == namespace.weights_epoch:
+            # First, or a server that is killed in between would serve old bytes to engines with new weights.
+            self.weights.save(self.directory.namespaces.epochs() | {namespace.digest: weights_epoch + 1})
         hidden = self.directory.reset(namespace, weights_epoch)
         # The answer is the epoch that began here, even if another reset follows while this one still frees.
         current = namespace.weights_epoch
@@ -490,6 +596,10 @@ class Handlers:
 
 #: 1 for NEW, else 0: the whole column is looked at in one go, so it has to be quick.
 _IS_NEW = bytes(status == ReserveStatus.NEW for status in range(256))
+#: Lease ids have room for a million million requests above this base, and stay below 64 bits.
+_LEASE_BASE = (1 << 42) - 1
+#: What a recovered session may send before it has said what it uses, and what does not use anything.
+_BEFORE_USE = frozenset({int(Op.HELLO), int(Op.ATTACH), int(Op.PING), int(Op.STATS), int(Op.BYE)})
 _WITHOUT_EPOCH = frozenset({int(Op.HELLO), int(Op.PING), int(Op.STATS)})
 _WITHOUT_SESSION = frozenset({int(Op.PING), int(Op.STATS)})
 _ATTACHED_ONLY = frozenset(

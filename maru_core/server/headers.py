@@ -1,5 +1,9 @@
 """Writes the header table of one pool (:mod:`maru_core.pool_format`), in batches.
 
+A header begins with its CRC and its state in one aligned word, and every change of state is one store of that word: a
+server that is killed at any instruction leaves each header as it was before or as it is after. Only a header that is
+being written anew can be torn, and nobody was told of that object yet.
+
 The table is any writable memory, so tests pass a ``bytearray``. Little-endian hosts only, as is the pool format.
 """
 
@@ -8,10 +12,11 @@ from __future__ import annotations
 import struct
 from array import array
 from binascii import crc32
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 
 from maru_core.pool_format import (
+    DIGEST_SIZE,
     HEADER_BODY,
     HEADER_CHECKSUM_OFFSET,
     HEADER_PREFIX,
@@ -24,7 +29,12 @@ from maru_core.pool_format import (
     unpack_header,
 )
 
-_WORDS = HEADER_SIZE // 4
+#: Words of 8 bytes per header, numbers of 4 bytes per header, and which of those is the generation.
+_WORDS = HEADER_SIZE // 8
+_NUMBERS = HEADER_SIZE // 4
+_GENERATION = 2
+#: Headers that are read at a time.
+_SCANNED = 4096
 _CRC_GAP = bytes(4)
 _RESERVED = int(State.RESERVED)
 _PAIR = f"{2 * KEY_SIZE}s"
@@ -54,12 +64,15 @@ class HeaderTable:
 
     def __init__(self, table: memoryview, base: int) -> None:
         self._bytes = table.cast("B")
-        self._words = self._bytes.cast("I")
+        self._words = self._bytes.cast("Q")
+        self._numbers = self._bytes.cast("I")
         self._base = base
         # CRC-32 is linear: for messages of one length crc(a ^ b) == crc(a) ^ crc(b) ^ crc(0). A change of the state
         # byte therefore changes the CRC by a constant, and nobody has to read the other 123 bytes again.
         nothing = crc32(bytes(HEADER_BODY.size))
-        self._flip = [crc32(bytes([x]) + bytes(HEADER_BODY.size - 1)) ^ nothing for x in range(4)]
+        self._flip = [
+            crc32(bytes([x]) + bytes(HEADER_BODY.size - 1)) ^ nothing | x << 8 * HEADER_VIEW_OFFSET for x in range(4)
+        ]
 
     def write_reserved(
         self,
@@ -103,31 +116,26 @@ class HeaderTable:
             for header in struct.unpack(_WHOLE * count, headers):
                 table[at : at + HEADER_SIZE] = header
                 at += step
-        begin = first * _WORDS
-        step = stride * _WORDS
-        self._words[begin : begin + count * step : step] = memoryview(crcs)
+        begin = first * _NUMBERS
+        step = stride * _NUMBERS
+        self._numbers[begin : begin + count * step : step] = memoryview(crcs)
 
     def change_steps(self, entries: slice, old: State, new: State) -> None:
-        """Rewrite the state of headers in even steps whose state is ``old``; their CRCs follow."""
+        """Rewrite the state of headers in even steps whose state is ``old``."""
         first, last = entries.start - self._base, entries.stop - 1 - self._base
-        step = entries.step * HEADER_SIZE
-        states = self._bytes[first * HEADER_SIZE + HEADER_VIEW_OFFSET : (last + 1) * HEADER_SIZE : step]
-        count = len(states)
-        states[:] = bytes([new]) * count
-        crcs = self._words[first * _WORDS : (last + 1) * _WORDS : entries.step * _WORDS]
+        words = self._words[first * _WORDS : last * _WORDS + 1 : entries.step * _WORDS]
+        count = len(words)
         # All of them in one operation on a long number.
-        flips = int.from_bytes(self._flip[old ^ new].to_bytes(4, "little") * count, "little")
-        flipped = int.from_bytes(crcs.tobytes(), "little") ^ flips
-        crcs[:] = memoryview(flipped.to_bytes(4 * count, "little")).cast("I")
+        flips = int.from_bytes(self._flip[old ^ new].to_bytes(8, "little") * count, "little")
+        flipped = int.from_bytes(words.tobytes(), "little") ^ flips
+        words[:] = memoryview(flipped.to_bytes(8 * count, "little")).cast("Q")
 
     def change_state(self, entries: Sequence[int], old: State, new: State) -> None:
         """The same for headers anywhere."""
         flip = self._flip[old ^ new]
-        states, words, base = self._bytes, self._words, self._base
+        words, base = self._words, self._base
         for entry in entries:
-            at = entry - base
-            states[at * HEADER_SIZE + HEADER_VIEW_OFFSET] = new
-            words[at * _WORDS] ^= flip
+            words[(entry - base) * _WORDS] ^= flip
 
     def set_checksum(self, entry: int, checksum: int) -> None:
         """Put the payload's checksum into a header."""
@@ -142,7 +150,34 @@ class HeaderTable:
         at = (entry - self._base) * HEADER_SIZE
         return unpack_header(self._bytes[at : at + HEADER_SIZE])
 
+    def generations(self) -> array[int]:
+        """The generation in each header, whether its CRC holds or not."""
+        return array("I", self._numbers[_GENERATION::_NUMBERS].tolist())
+
+    def scan(self) -> Iterator[tuple[int, tuple[int, int, int, int, int, bytes, int, bytes, bytes] | None]]:
+        """Entry and fields (those of :class:`Header`, in order) of each header that is not certainly FREE.
+
+        ``None`` instead of the fields where the CRC does not hold.
+        """
+        unpack, size = HEADER_BODY.unpack_from, HEADER_BODY.size
+        for first in range(0, len(self._bytes) // HEADER_SIZE, _SCANNED):
+            # A copy of a part: slices of bytes are cheaper than those of a memoryview.
+            part = bytes(self._bytes[first * HEADER_SIZE : (first + _SCANNED) * HEADER_SIZE])
+            for index in [index for index, state in enumerate(part[HEADER_VIEW_OFFSET::HEADER_SIZE]) if state]:
+                at = index * HEADER_SIZE
+                begin = at + HEADER_VIEW_OFFSET
+                sound = crc32(part[begin : begin + size]) == int.from_bytes(part[at:begin], "little")
+                yield self._base + first + index, unpack(part, begin) if sound else None
+
+    def clear(self, entry: int) -> None:
+        """Make a torn header a FREE one; its generation stays."""
+        at = entry - self._base
+        generation = self._numbers[at * _NUMBERS + _GENERATION]
+        body = HEADER_BODY.pack(State.FREE, generation, 0, 0, 0, bytes(DIGEST_SIZE), 0, NO_KEY, NO_KEY)
+        self._bytes[at * HEADER_SIZE : (at + 1) * HEADER_SIZE] = crc32(body).to_bytes(4, "little") + body
+
     def release(self) -> None:
         """Let go of the memory, so that the pool can be unmapped."""
         self._words.release()
+        self._numbers.release()
         self._bytes.release()

@@ -93,6 +93,18 @@ class Leases:
 
         self._postponed.add(hold)
 
+    def resume(self, session: Session, lease: int, entries: Sequence[int], generations: Sequence[int]) -> None:
+        """:meth:`Directory.resume_lease`."""
+        objects = self._objects
+        state, generation = objects.state, objects.generation
+        held = [
+            entry
+            for entry, wanted in zip(entries, generations, strict=True)
+            if entry < objects.total and generation[entry] == wanted and state[entry] in (READY, RETIRING)
+        ]
+        if held:
+            self._take(session, lease, array("I", held))
+
     def _within_share(self, session: Session, entries: Sequence[int]) -> bool:
         """Whether the session may hold ``entries`` beside what it holds."""
         for arena, part in self._objects.by_arena(entries):

@@ -1,14 +1,35 @@
 """Proof of death: a file per session that its owner locks, and that the kernel unlocks when the owner is gone.
 
 The server opens each file itself and judges by that descriptor, so unlinking or recreating the name changes nothing. A
-stopped process (SIGSTOP) still holds its lock; a killed one does not.
+stopped process (SIGSTOP) still holds its lock; a killed one does not. The file also says whose session it is, so that
+the next server knows for whom it must keep the memory if this one is killed.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from pathlib import Path
+
+import structlog
+from attrs import asdict, fields, frozen
+
+from maru_core.errors import ConfigError
+
+#: Longest record that is read, in bytes.
+_MOST = 4096
+
+
+@frozen
+class SessionRecord:
+    """What the next server has to know of an attached session: ``digest`` is its namespace's, in hexadecimal."""
+
+    digest: str
+    role: str
+    name: str
+    proof: bool
+    dma: bool
 
 
 class SessionLocks:
@@ -18,17 +39,41 @@ class SessionLocks:
         self._folder = folder
         self._descriptors: dict[int, int] = {}
 
-    def prepare(self) -> None:
-        """Create the folder and remove what an earlier server left there."""
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        for stale in self._folder.glob("*.lock"):
-            stale.unlink(missing_ok=True)
+    def prepare(self) -> dict[int, SessionRecord]:
+        """Create the folder, and take over the attached sessions of a server that was killed, by id.
+
+        Other files are removed. Raises ConfigError.
+        """
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            files = sorted(self._folder.glob("*.lock"))
+        except OSError as error:
+            raise ConfigError(f"cannot keep sessions in {self._folder}: {error}; remove what is there") from error
+        earlier = {}
+        for path in files:
+            record = self._take_over(path)
+            if record is None:
+                path.unlink(missing_ok=True)
+            else:
+                earlier[int(path.stem, 16)] = record
+        return earlier
 
     def create(self, session: int) -> str:
         """Make the lock file of a new session; returns its path. Raises OSError."""
         path = self._path(session)
         self._descriptors[session] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         return str(path)
+
+    def path_of(self, session: int) -> str:
+        """The path of a session's lock file."""
+        return str(self._path(session))
+
+    def record(self, session: int, record: SessionRecord) -> None:
+        """Write down whose session it is, from when on it may hold something. Raises OSError."""
+        line = json.dumps(asdict(record)).encode() + b"\n"
+        # One small write: it is there in whole or not at all when this process is killed.
+        os.pwrite(self._descriptors[session], line, 0)
+        os.ftruncate(self._descriptors[session], len(line))
 
     def held(self, session: int) -> bool:
         """Whether somebody holds the lock now."""
@@ -41,16 +86,44 @@ class SessionLocks:
         return False
 
     def remove(self, session: int) -> None:
-        """Forget the session and unlink its file."""
+        """Forget the session and unlink its file: everything that it held is free."""
         descriptor = self._descriptors.pop(session, None)
         if descriptor is not None:
             self._path(session).unlink(missing_ok=True)
             os.close(descriptor)
 
-    def close(self) -> None:
-        """Forget all sessions."""
-        for session in list(self._descriptors):
-            self.remove(session)
+    def close(self, keep: bool = False) -> None:
+        """Forget all sessions; their files stay, for the next server, if ``keep``."""
+        for session, descriptor in list(self._descriptors.items()):
+            if keep:
+                os.close(descriptor)
+                del self._descriptors[session]
+            else:
+                self.remove(session)
+
+    def _take_over(self, path: Path) -> SessionRecord | None:
+        try:
+            number = int(path.stem, 16)
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except (OSError, ValueError):
+            return None
+        try:
+            line = os.pread(descriptor, _MOST, 0)
+            if not line:
+                # Never attached, so it holds nothing.
+                os.close(descriptor)
+                return None
+            record = SessionRecord(**json.loads(line))
+            kinds = {"digest": str, "role": str, "name": str, "proof": bool, "dma": bool}
+            if any(type(getattr(record, entry.name)) is not kinds[entry.name] for entry in fields(SessionRecord)):
+                raise ValueError("a value of another type")
+            bytes.fromhex(record.digest)
+        except (OSError, ValueError, TypeError) as error:
+            # Whoever has it may still use memory, and nobody knows which: never dead without a proof.
+            structlog.get_logger(__name__).warning("session record damaged", path=str(path), reason=str(error))
+            record = SessionRecord("", "unknown", "", False, False)
+        self._descriptors[number] = descriptor
+        return record
 
     def _path(self, session: int) -> Path:
         return self._folder / f"{session:016x}.lock"

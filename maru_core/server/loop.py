@@ -71,7 +71,7 @@ class ServerLoop:
         more = self._socket.getsockopt
         large = ahead = False
         busy_since = clock()
-        next_sweep = busy_since + SWEEP_INTERVAL
+        next_sweep = busy_since
         while not self._stopping:
             peer, frame = b"", None
             try:
@@ -104,7 +104,7 @@ class ServerLoop:
             if heavy:
                 handlers.longest_turn = max(handlers.longest_turn, time.thread_time() - started)
             now = clock()
-            if now >= next_sweep:
+            if now >= next_sweep or handlers.sweep_soon:
                 next_sweep = now + SWEEP_INTERVAL
                 tasks.extend((b"", task) for task in handlers.sweep())
                 if self._idle_exit is not None:

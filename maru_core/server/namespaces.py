@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from attrs import define, field
@@ -23,7 +23,8 @@ class NamespaceState:
     """Objects that may share bytes. ``index`` maps a key to the first entry of its RESERVED or READY object."""
 
     number: int
-    descriptor: bytes
+    #: ``None`` when it was recovered and nobody has opened it yet.
+    descriptor: bytes | None
     digest: bytes
     weights_epoch: int = 0
     index: KeyIndex = field(factory=KeyIndex)
@@ -46,32 +47,50 @@ class NamespaceState:
 
 
 class Namespaces:
-    """All namespaces by descriptor, and by the number that the directory's columns hold."""
+    """All namespaces by digest, and by the number that the directory's columns hold.
 
-    def __init__(self) -> None:
-        self._by_descriptor: dict[bytes, NamespaceState] = {}
+    ``epochs``: weights epochs that are known from before, by digest.
+    """
+
+    def __init__(self, epochs: Mapping[bytes, int] | None = None) -> None:
+        self._epochs = dict(epochs or {})
+        self._by_digest: dict[bytes, NamespaceState] = {}
         self.by_number: dict[int, NamespaceState] = {}
         self._next = 0
 
     def __iter__(self) -> Iterator[NamespaceState]:
-        return iter(self._by_descriptor.values())
+        return iter(self._by_digest.values())
 
     def open(self, descriptor: bytes) -> NamespaceState:
         """Find or make the namespace; raises ProtocolError when there are too many."""
-        known = self._by_descriptor.get(descriptor)
-        if known is not None:
-            return known
-        if len(self._by_descriptor) >= MAX_NAMESPACES and not self._forget_one():
-            raise ProtocolError(f"{MAX_NAMESPACES} namespaces are in use; this server takes no further one")
-        state = NamespaceState(self._next, descriptor, digest_of(descriptor))
-        self._next += 1
-        self._by_descriptor[descriptor] = self.by_number[state.number] = state
+        state = self.of_digest(digest_of(descriptor))
+        if state.descriptor is None:
+            state.descriptor = descriptor
+        elif state.descriptor != descriptor:
+            raise ProtocolError(f"another namespace has the digest {state.digest.hex()}; change the cache namespace")
         return state
 
+    def of_digest(self, digest: bytes) -> NamespaceState:
+        """Find or make the namespace of this digest; raises ProtocolError when there are too many."""
+        known = self._by_digest.get(digest)
+        if known is not None:
+            return known
+        if len(self._by_digest) >= MAX_NAMESPACES and not self._forget_one():
+            raise ProtocolError(f"{MAX_NAMESPACES} namespaces are in use; this server takes no further one")
+        state = NamespaceState(self._next, None, digest, self._epochs.get(digest, 0))
+        self._next += 1
+        self._by_digest[digest] = self.by_number[state.number] = state
+        return state
+
+    def epochs(self) -> dict[bytes, int]:
+        """Every weights epoch other than 0, by digest."""
+        current = {state.digest: state.weights_epoch for state in self if state.weights_epoch}
+        return self._epochs | current
+
     def _forget_one(self) -> bool:
-        for state in self._by_descriptor.values():
+        for state in self._by_digest.values():
             if not (state.weights_epoch or len(state.index) or state.draining or state.objects or state.sessions):
-                del self._by_descriptor[state.descriptor]
+                del self._by_digest[state.digest]
                 del self.by_number[state.number]
                 return True
         return False

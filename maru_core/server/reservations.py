@@ -226,6 +226,20 @@ class Reservations:
         self._free(session, list(mine))
         return statuses
 
+    def unlisted(self, session: Session, entries: Sequence[int], generations: Sequence[int]) -> list[int]:
+        """:meth:`Directory.unlisted`."""
+        generation = self._objects.generation
+        kept = {
+            entry
+            for entry, wanted in zip(entries, generations, strict=True)
+            if entry < self._objects.total and generation[entry] == wanted
+        }
+        return [entry for entry in (*session.reserved, *session.doomed) if entry not in kept]
+
+    def give_back(self, session: Session, entries: Sequence[int]) -> None:
+        """:meth:`Directory.give_back`."""
+        self._free(session, [entry for entry in entries if entry in session.reserved or entry in session.doomed])
+
     def drop(self, session: Session, limit: int) -> bool:
         """Free at most ``limit`` reservations of a closed session; whether it had any."""
         for mine in (session.reserved, session.doomed):

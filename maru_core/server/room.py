@@ -45,6 +45,10 @@ class Room:
         # What no session may lease, nobody could ever read.
         self._longest = max(int((arena.end - arena.base) * lease_share) * arena.granule for arena in self._arenas)
         self._most_ahead = int(sum(arena.end - arena.base for arena in self._arenas) * ahead_share)
+        #: While set nothing is evicted and nothing that was stored is freed: somebody unknown may still read it.
+        self.frozen = False
+        #: RETIRING objects without a known reader that are freed when that is over.
+        self._kept: list[int] = []
         #: Length in bytes and number of the objects that room is made ahead for; none when there is nothing to do.
         self._ahead = (0, 0)
 
@@ -63,6 +67,8 @@ class Room:
                 count -= pieces
             if not count:
                 return runs
+        if self.frozen:
+            return runs
         for arena in self._arenas:
             pages = arena.pages_for(length)
             evicted: list[int] = []
@@ -76,7 +82,7 @@ class Room:
     def is_short(self) -> bool:
         """Whether there is less room than :meth:`make_ahead` wants, and it did not yet find that it can make none."""
         length, count = self._ahead
-        if not count:
+        if not count or self.frozen:
             return False
         pages = self._arenas[0].pages_for(length)
         if self._missing(pages, count) >= pages:
@@ -86,6 +92,8 @@ class Room:
 
     def make_ahead(self) -> None:
         """Evict a few objects if little is free, for batches like the last one."""
+        if self.frozen:
+            return
         length, count = self._ahead
         for arena in self._arenas:
             pages = arena.pages_for(length)
@@ -165,9 +173,12 @@ class Room:
         objects = self._objects
         arena = objects.arena_of(entry)
         self._hide(arena, entry)
-        if objects.readers[entry]:
+        if objects.readers[entry] or self.frozen:
             objects.state[entry] = RETIRING
             arena.headers.change_state([entry], State.READY, State.RETIRING)
+            if not objects.readers[entry]:
+                arena.policy.remove((entry,))
+                self._kept.append(entry)
             return
         arena.policy.remove((entry,))
         arena.headers.change_state([entry], State.READY, State.FREE)
@@ -175,9 +186,28 @@ class Room:
 
     def free_retired(self, arena: Arena, entries: Sequence[int]) -> None:
         """Free RETIRING objects whose last reader is gone."""
+        if self.frozen:
+            self._kept += entries
+            return
         arena.headers.change_state(entries, State.RETIRING, State.FREE)
         for entry in entries:
             self._give(arena, entry)
+
+    def keep(self, entry: int) -> None:
+        """A RETIRING object that was recovered: freed by :meth:`thaw` unless somebody reads it by then."""
+        self._kept.append(entry)
+
+    def thaw(self, limit: int) -> bool:
+        """Nothing is frozen any more: free at most ``limit`` objects that were kept; whether that was all of them."""
+        self.frozen = False
+        part = self._kept[-limit:]
+        del self._kept[-limit:]
+        objects = self._objects
+        # One that was read since is kept twice, or freed by its last reader.
+        gone = [e for e in dict.fromkeys(part) if objects.state[e] == RETIRING and not objects.readers[e]]
+        for arena, entries in objects.by_arena(gone):
+            self.free_retired(arena, entries)
+        return not self._kept
 
     def _make_room(self, arena: Arena, pages: int, wanted: int, evicted: list[int]) -> bool:
         """Evict until a run of ``pages`` granules is free, at best ``wanted`` of them; False when that cannot be."""

@@ -19,20 +19,16 @@ import zmq
 from attrs import frozen
 
 from maru_core import __version__
-from maru_core.contracts import Pool, PoolRequest, StorageBackend
-from maru_core.errors import BackendError, ConfigError
-from maru_core.pool_format import HEADER_SIZE
-from maru_core.protocol.messages import NO_ENTRY
+from maru_core.contracts import StorageBackend
+from maru_core.errors import ConfigError
 from maru_core.protocol.version import PROTOCOL_VERSION
 from maru_core.runtime_dir import RuntimeDir, check_url
-from maru_core.server.arena import Arena
-from maru_core.server.directory import Directory
 from maru_core.server.handlers import Handlers
 from maru_core.server.liveness import SessionLocks
 from maru_core.server.loop import ServerLoop
+from maru_core.server.memory import Memory, start_cold, start_warm
 from maru_core.server.sessions import SessionRegistry
-
-_PREFAULT = 1 << 20
+from maru_core.server.weights import WeightsFile
 
 
 @frozen
@@ -40,7 +36,9 @@ class ServerSettings:
     """What a server is started with. Sizes in bytes, times in seconds.
 
     ``url`` ``None``: the socket of the runtime folder. ``runtime_dir`` ``None``: the per-user folder. ``idle_exit``
-    ``None``: serve until stopped. ``lease_share``: the part of a pool that one session may lease.
+    ``None``: serve until stopped. ``lease_share``: the part of a pool that one session may lease. ``keep_pools``: leave
+    the pools in memory at the end, for the next server of this folder. ``dma_grace``: how long devices of a client that
+    died may still move bytes.
     """
 
     pool_sizes: tuple[int, ...]
@@ -50,6 +48,8 @@ class ServerSettings:
     runtime_dir: str | None = None
     idle_exit: float | None = None
     lease_share: float = 0.5
+    keep_pools: bool = False
+    dma_grace: float = 1.0
 
 
 def run_server(
@@ -57,8 +57,10 @@ def run_server(
 ) -> None:
     """Serve until SIGTERM, SIGINT or idle; ``ready`` is called with the address once clients can connect.
 
-    Raises AlreadyRunning when another server has the runtime folder, ConfigError for a setting, BackendError when
-    there is no room for a pool. Nothing stays behind, except the lock file.
+    What a killed server of this runtime folder left in memory is served again if it is still there and as it was left;
+    else the start is cold. Raises AlreadyRunning when another server has the runtime folder, ConfigError for a setting,
+    BackendError when there is no room for a pool. Nothing stays behind, except the lock file, and the weights epochs
+    once there was a reset.
     """
     if not settings.pool_sizes or not 0 < settings.lease_share <= 1:
         raise ConfigError(f"a server needs a pool and a lease share in (0, 1], got {settings}")
@@ -68,19 +70,21 @@ def run_server(
     with ExitStack() as cleanup:
         cleanup.callback(os.close, runtime.lock_server())
         locks = SessionLocks(runtime.sessions)
-        locks.prepare()
-        cleanup.callback(locks.close)
+        earlier = locks.prepare()
+        cleanup.callback(locks.close, settings.keep_pools)
+        weights = WeightsFile(runtime.weights)
+        epochs = weights.load()
         _allow_many_sessions()
-        arenas = _create_pools(settings, backend, runtime.owner, cleanup)
+        memory = Memory(settings.pool_sizes, settings.granule, settings.pool_path, runtime.owner, settings.lease_share)
+        sessions = SessionRegistry(len(settings.pool_sizes), lambda: secrets.randbits(63))
+        keep, now = settings.keep_pools, time.monotonic()
+        directory = start_warm(memory, backend.adopt_pool, epochs, keep, cleanup, earlier, sessions, now)
+        if directory is None:
+            for session in earlier:
+                locks.remove(session)
+            directory = start_cold(memory, backend.create_pool, epochs, keep, cleanup)
         epoch = secrets.randbits(63) | 1
-        handlers = Handlers(
-            Directory(arenas, settings.lease_share),
-            SessionRegistry(len(arenas), lambda: secrets.randbits(63)),
-            locks,
-            epoch,
-            os.getpid(),
-            time.monotonic,
-        )
+        handlers = Handlers(directory, sessions, locks, weights, epoch, os.getpid(), time.monotonic, settings.dma_grace)
         context: zmq.Context[zmq.Socket[bytes]] = cleanup.enter_context(zmq.Context())
         loop = ServerLoop(context, handlers, settings.idle_exit)
         cleanup.callback(loop.close)
@@ -96,7 +100,7 @@ def run_server(
         )
         cleanup.callback(runtime.server_info.unlink, missing_ok=True)
         cleanup.enter_context(_stop_on_signal(loop))
-        for arena in arenas:
+        for arena in directory.arenas:
             log.info(
                 "pool ready",
                 pool=arena.number,
@@ -105,7 +109,9 @@ def run_server(
                 bytes=arena.descriptor.size,
                 granule=arena.granule,
             )
-        log.info("serving", url=address, epoch=epoch, bytes_total=sum(arena.descriptor.size for arena in arenas))
+        log.info(
+            "serving", url=address, epoch=epoch, bytes_total=sum(arena.descriptor.size for arena in directory.arenas)
+        )
         # What exists now lives as long as the server: the collector need not look at it again in a pause.
         gc.collect()
         gc.freeze()
@@ -113,30 +119,6 @@ def run_server(
             ready(address)
         loop.run()
         log.info("stopping", sessions=len(handlers.sessions))
-
-
-def _create_pools(settings: ServerSettings, backend: StorageBackend, owner: str, cleanup: ExitStack) -> list[Arena]:
-    arenas: list[Arena] = []
-    base = 0
-    for number, size in enumerate(settings.pool_sizes):
-        request = PoolRequest(number, size, settings.granule, base, settings.pool_path, owner)
-        pool: Pool = backend.create_pool(request)
-        cleanup.callback(pool.destroy)
-        region = pool.region
-        descriptor = region.descriptor
-        base += descriptor.entry_count
-        if base >= NO_ENTRY:
-            raise BackendError(f"pools of {base} granules in all, the limit is {NO_ENTRY - 1}; raise maru_chunk_size")
-        end = descriptor.table_offset + descriptor.entry_count * HEADER_SIZE
-        table = region.buffer[descriptor.table_offset : end]
-        # Zeroed already, but not mapped here: page faults now rather than in a client's request.
-        for at in range(0, len(table), _PREFAULT):
-            table[at : at + _PREFAULT] = bytes(len(table[at : at + _PREFAULT]))
-        cleanup.callback(table.release)
-        arena = Arena.of(number, descriptor, table)
-        cleanup.callback(arena.headers.release)
-        arenas.append(arena)
-    return arenas
 
 
 def _bind(loop: ServerLoop, url: str, cleanup: ExitStack) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from attrs import define, field, frozen
 
+from maru_core.server.liveness import SessionRecord
 from maru_core.server.namespaces import NamespaceState
 
 #: Requests with effects that a session can still cancel, and cancelled ids that are waited for, per session.
@@ -47,6 +48,12 @@ class Session:
     attached: bool = False
     #: Whether the owner holds the ``flock`` by which its death can be proven.
     proof: bool = False
+    #: A session of the server before this one whose owner has not said HELLO again yet: nobody knows what it uses.
+    awaited: bool = False
+    #: Whether HELLO may still say what it uses: nothing else was executed for it since it was taken over.
+    resumable: bool = False
+    #: When its owner was first seen dead, seconds.
+    died: float | None = None
     #: Whether devices may still move bytes of the owner for a moment after its death.
     dma: bool = False
     #: Nothing is executed for it any more; what it holds is being freed.
@@ -92,6 +99,8 @@ class SessionRegistry:
         self._by_id: dict[int, Session] = {}
         #: Attached sessions without proof that have been silent for long.
         self.silent: dict[int, Session] = {}
+        #: Sessions of the server before this one that are awaited.
+        self.awaited: dict[int, Session] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -114,6 +123,20 @@ class SessionRegistry:
         namespace.sessions[number] = session
         return session
 
+    def adopt(self, number: int, namespace: NamespaceState, record: SessionRecord, now: float) -> Session:
+        """A session of the server before this one: attached, and awaited until its owner says what it still uses."""
+        session = Session(number, namespace, record.role, record.name, now, self._pools)
+        session.attached = session.awaited = session.resumable = True
+        session.proof, session.dma = record.proof, record.dma
+        self._by_id[number] = self.awaited[number] = session
+        namespace.sessions[number] = session
+        return session
+
+    def resumed(self, session: Session) -> None:
+        """The owner of an awaited session said what it uses."""
+        session.awaited = False
+        self.awaited.pop(session.id, None)
+
     def get(self, number: int) -> Session | None:
         """The session, unless unknown or closed."""
         session = self._by_id.get(number)
@@ -124,6 +147,7 @@ class SessionRegistry:
         session.closed = True
         self._by_id.pop(session.id, None)
         self.silent.pop(session.id, None)
+        self.awaited.pop(session.id, None)
         session.namespace.sessions.pop(session.id, None)
 
     def heard(self, session: Session, now: float) -> None:

@@ -127,7 +127,7 @@ class Matcher:
         return True
 
     def _alive(self, lease: Lease) -> bool:
-        return self._handler.is_up and lease.epoch == self._handler.epoch
+        return self._handler.holds(lease.epoch)
 
     def _usable(self, lease: Lease) -> int:
         """Chunks from the front that are there and have not failed before."""

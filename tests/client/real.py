@@ -61,6 +61,13 @@ class Folder:
                 found.append(int(process.name))
         return found
 
+    def spoil_pool(self) -> None:
+        """Damage what says that the pool is of this boot: no server can take it over."""
+        (pool,) = self._pools.glob("*/pool-0")
+        with pool.open("r+b") as file:
+            file.seek(40)
+            file.write(b"spoilt")
+
     def run(self, code: str, *arguments: str) -> subprocess.Popen[str]:
         """Start a Python process with ``handler`` connected to this folder."""
         prelude = (

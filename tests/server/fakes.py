@@ -12,7 +12,7 @@ from pathlib import Path
 import structlog
 
 from maru_core.contracts import PoolRequest
-from maru_core.pool_format import SUPERBLOCK_SIZE, Superblock, pack_superblock, plan_pool
+from maru_core.pool_format import SUPERBLOCK_SIZE, Superblock, pack_superblock, plan_pool, unpack_superblock
 from maru_core.protocol.messages import PoolDescriptor
 from maru_core.runtime_dir import AlreadyRunning
 from maru_core.server import ServerSettings, run_server
@@ -43,6 +43,9 @@ class FilePool:
 
     def __init__(self, region: FileRegion) -> None:
         self.region = region
+
+    def leave(self) -> None:
+        self.region.close()
 
     def destroy(self) -> None:
         self.region.close()
@@ -80,6 +83,27 @@ class FileBackend:
                 )
             )
         )
+
+    def adopt_pool(self, request: PoolRequest) -> FilePool | None:
+        path = Path(str(request.path)) / f"pool-{request.pool}"
+        if not path.exists() or path.stat().st_size != request.size:
+            return None
+        block = unpack_superblock(path.read_bytes()[:SUPERBLOCK_SIZE])
+        if block.granule != request.granule:
+            return None
+        descriptor = PoolDescriptor(
+            request.pool,
+            self.name,
+            str(path),
+            block.identity,
+            request.size,
+            request.granule,
+            request.entry_base,
+            block.entry_count,
+            block.table_offset,
+            block.data_offset,
+        )
+        return FilePool(FileRegion(descriptor))
 
     def map_region(self, descriptor: PoolDescriptor) -> FileRegion:
         return FileRegion(descriptor)

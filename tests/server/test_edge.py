@@ -29,7 +29,20 @@ class AlwaysHeld:
     def held(self, session: int) -> bool:
         return True
 
+    def path_of(self, session: int) -> str:
+        return "/nowhere"
+
+    def record(self, session: int, record: object) -> None:
+        return
+
     def remove(self, session: int) -> None:
+        return
+
+
+class Unsaved:
+    """Weights epochs that nobody keeps."""
+
+    def save(self, epochs: object) -> None:
         return
 
 
@@ -37,7 +50,9 @@ def make_handlers() -> tuple[Handlers, int]:
     """Handlers over plain memory and an attached session."""
     world = World.of(64)
     numbers = iter(range(5, 1 << 30))
-    handlers = Handlers(world.directory, SessionRegistry(1, lambda: next(numbers)), AlwaysHeld(), 7, 1, lambda: 0.0)
+    handlers = Handlers(
+        world.directory, SessionRegistry(1, lambda: next(numbers)), AlwaysHeld(), Unsaved(), 7, 1, lambda: 0.0
+    )
     hello = [Op.HELLO, 1, 0, 0, PROTOCOL_VERSION, "client", [1, "h", "n"], b"\x90", 0, []]
     session = answer(handlers, hello)[3]
     assert answer(handlers, [Op.ATTACH, 2, 7, session, True, False])[2] == Code.OK

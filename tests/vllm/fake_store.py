@@ -150,6 +150,9 @@ class FakeHandler:
             raise Unavailable("injected: the server is away")
         return self.store.epoch
 
+    def holds(self, epoch: int) -> bool:
+        return self.store.up and epoch == self.store.epoch
+
     def submit_acquire(self, keys: Sequence[bytes], *, leading: bool, weights_epoch: int | None = None) -> FakePending:
         assert leading
         if not self.store.up:

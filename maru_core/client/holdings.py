@@ -1,0 +1,101 @@
+"""What a handler still uses: pages that it writes and objects that it reads.
+
+Its server may be killed and come back on the same memory. Then it has to be told, and nothing else may be added under
+the session of before: a page that is not in the list is given to others.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from maru_core.errors import StaleEpoch
+from maru_core.protocol import NO_ENTRY
+from maru_core.protocol.codec import pack_u32, pack_u64
+
+#: Entries and generations.
+Columns = tuple[Sequence[int], Sequence[int]]
+
+
+@frozen
+class Snapshot:
+    """Reservations (generation by first entry) and leases (columns by id) at one moment."""
+
+    writing: dict[int, int]
+    reading: dict[int, Columns]
+
+    def to_wire(self, session: int) -> list[Any]:
+        """What HELLO says of an earlier ``session``."""
+        sizes: list[int] = []
+        entries, generations = array("I"), array("I")
+        for columns in self.reading.values():
+            # Keys that were not found have no entry.
+            held = [(entry, generation) for entry, generation in zip(*columns, strict=True) if entry != NO_ENTRY]
+            sizes.append(len(held))
+            entries.extend([entry for entry, _ in held])
+            generations.extend([generation for _, generation in held])
+        return [
+            session,
+            pack_u32(self.writing.keys()),
+            pack_u32(self.writing.values()),
+            pack_u64(self.reading.keys()),
+            pack_u32(sizes),
+            pack_u32(entries),
+            pack_u32(generations),
+        ]
+
+
+class Holdings:
+    """Thread-safe. What ends is taken out without a lock, so that finalizers may do it anywhere."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: tuple[int, int] | None = None
+        self._writing: dict[int, int] = {}
+        self._reading: dict[int, Columns] = {}
+
+    def open(self, holder: tuple[int, int], *, resumed: bool) -> None:
+        """From here on things are added under ``holder`` (epoch and session); what was there stays if ``resumed``."""
+        with self._lock:
+            if not resumed:
+                self._writing.clear()
+                self._reading.clear()
+            self._holder = holder
+
+    def seal(self) -> Snapshot:
+        """Add nothing more before :meth:`open`; returns what is there."""
+        with self._lock:
+            self._holder = None
+            return Snapshot(self._writing.copy(), self._reading.copy())
+
+    def writes(self, holder: tuple[int, int], entries: Iterable[int], generations: Iterable[int]) -> None:
+        """Pages were reserved; raises StaleEpoch when it is too late for that, and they must not be touched."""
+        with self._lock:
+            self._check(holder)
+            self._writing.update(zip(entries, generations, strict=True))
+
+    def wrote(self, entries: Iterable[int], generations: Iterable[int]) -> None:
+        """These are not written any more."""
+        writing = self._writing
+        for entry, generation in zip(entries, generations, strict=True):
+            if writing.get(entry) == generation:
+                writing.pop(entry, None)
+
+    def reads(self, holder: tuple[int, int], lease: int, entries: Sequence[int], generations: Sequence[int]) -> None:
+        """Objects were leased; raises StaleEpoch when it is too late for that, and they must not be read."""
+        with self._lock:
+            self._check(holder)
+            self._reading[lease] = entries, generations
+
+    def has_read(self, leases: Iterable[int]) -> None:
+        """These leases are over."""
+        for lease in leases:
+            self._reading.pop(lease, None)
+
+    def _check(self, holder: tuple[int, int]) -> None:
+        if self._holder != holder:
+            raise StaleEpoch("the Maru server restarted while it answered; what it gave is void")

@@ -1,0 +1,145 @@
+"""The pools of a server and the directory over them: as a killed server left them, or new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+
+import structlog
+from attrs import asdict, frozen
+
+from maru_core.contracts import Pool, PoolRequest
+from maru_core.errors import BackendError, MaruError
+from maru_core.pool_format import HEADER_SIZE
+from maru_core.protocol.messages import NO_ENTRY
+from maru_core.server.arena import Arena
+from maru_core.server.directory import Directory
+from maru_core.server.liveness import SessionRecord
+from maru_core.server.namespaces import NamespaceState
+from maru_core.server.sessions import Session, SessionRegistry
+
+_PREFAULT = 1 << 20
+
+
+@frozen
+class Memory:
+    """What the pools are to be. Sizes in bytes; ``owner``: unique to the runtime folder."""
+
+    sizes: tuple[int, ...]
+    granule: int
+    path: str | None
+    owner: str
+    lease_share: float
+
+
+class Pools:
+    """Pools that this server holds, and an arena over each."""
+
+    def __init__(self) -> None:
+        self.arenas: list[Arena] = []
+        self._pools: list[tuple[Pool, memoryview]] = []
+
+    def add_all(self, memory: Memory, make: Callable[[PoolRequest], Pool]) -> None:
+        """Make every pool of ``memory``; raises BackendError."""
+        base = 0
+        for number, size in enumerate(memory.sizes):
+            pool = make(PoolRequest(number, size, memory.granule, base, memory.path, memory.owner))
+            descriptor = pool.region.descriptor
+            end = descriptor.table_offset + descriptor.entry_count * HEADER_SIZE
+            table = pool.region.buffer[descriptor.table_offset : end]
+            self._pools.append((pool, table))
+            base += descriptor.entry_count
+            if base >= NO_ENTRY:
+                raise BackendError(
+                    f"pools of {base} granules in all, the limit is {NO_ENTRY - 1}; raise maru_chunk_size"
+                )
+            self.arenas.append(Arena.of(number, descriptor, table))
+
+    def prefault(self) -> None:
+        """Map the header tables of new pools, which are zero, now rather than in a client's request."""
+        for _, table in self._pools:
+            for at in range(0, len(table), _PREFAULT):
+                table[at : at + _PREFAULT] = bytes(len(table[at : at + _PREFAULT]))
+
+    def close(self, keep: bool) -> None:
+        """Let go of all of them; they stay in memory if ``keep``."""
+        for arena in self.arenas:
+            arena.headers.release()
+        for pool, table in reversed(self._pools):
+            table.release()
+            if keep:
+                pool.leave()
+            else:
+                pool.destroy()
+
+
+def start_cold(
+    memory: Memory,
+    create: Callable[[PoolRequest], Pool],
+    epochs: Mapping[bytes, int],
+    keep: bool,
+    cleanup: ExitStack,
+) -> Directory:
+    """New pools, which ``cleanup`` leaves in memory if ``keep``, else removes.
+
+    ``epochs``: weights epochs from before. Raises BackendError when there is no room.
+    """
+    pools = Pools()
+    with ExitStack() as attempt:
+        attempt.callback(pools.close, False)
+        pools.add_all(memory, create)
+        pools.prefault()
+        attempt.pop_all()
+    cleanup.callback(pools.close, keep)
+    return Directory(pools.arenas, memory.lease_share, epochs=epochs)
+
+
+def start_warm(
+    memory: Memory,
+    adopt: Callable[[PoolRequest], Pool | None],
+    epochs: Mapping[bytes, int],
+    keep: bool,
+    cleanup: ExitStack,
+    earlier: Mapping[int, SessionRecord],
+    sessions: SessionRegistry,
+    now: float,
+) -> Directory | None:
+    """The directory of a server that was killed, on the same memory; ``None`` when that cannot be, never half.
+
+    ``earlier`` are its sessions, which become awaited ones in ``sessions``, seen at ``now``.
+    """
+    log = structlog.get_logger(__name__)
+    pools = Pools()
+
+    def take_over(request: PoolRequest) -> Pool:
+        pool = adopt(request)
+        if pool is None:
+            raise BackendError(f"pool {request.pool} of an earlier server is not there, or is another one")
+        return pool
+
+    def writer(number: int, namespace: NamespaceState) -> Session:
+        known = sessions.get(number)
+        if known is not None:
+            return known
+        log.warning("the record of a writing session is lost: its pages stay taken", session=number)
+        lost = SessionRecord(namespace.digest.hex(), "unknown", "", False, False)
+        return sessions.adopt(number, namespace, lost, now)
+
+    with ExitStack() as attempt:
+        attempt.callback(pools.close, True)
+        try:
+            pools.add_all(memory, take_over)
+            directory = Directory(pools.arenas, memory.lease_share, epochs=epochs)
+            for number, record in earlier.items():
+                namespace = directory.namespaces.of_digest(bytes.fromhex(record.digest))
+                sessions.adopt(number, namespace, record, now)
+            found = directory.recover(writer)
+        except MaruError as error:
+            log.info("cold start", reason=str(error))
+            for session in sessions:
+                sessions.close(session)
+            return None
+        attempt.pop_all()
+    cleanup.callback(pools.close, keep)
+    log.info("recovered", awaited_sessions=len(sessions.awaited), **asdict(found))
+    return directory

@@ -1,0 +1,156 @@
+"""Rebuilds the directory from the header tables that a killed server left in memory.
+
+Every header that holds is believed: READY objects are served again, RESERVED pages stay with the session that was
+writing them, RETIRING ones stay until nobody can be reading them. A header whose CRC does not hold was being written
+when the server died, and nobody had been told of it: its pages are free. Anything else that does not fit together means
+that the table is not what a server leaves behind, and nothing of it is used.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+from attrs import define
+
+from maru_core.errors import BackendError
+from maru_core.pool_format import State
+from maru_core.protocol.messages import NO_ENTRY
+from maru_core.server.allocator import Allocator
+from maru_core.server.arena import Arena
+from maru_core.server.namespaces import Namespaces, NamespaceState
+from maru_core.server.objects import READY, RESERVED, RETIRING, Objects
+from maru_core.server.room import Room
+from maru_core.server.sessions import Session
+
+#: Finds the session that was writing, by id; makes one that nobody can prove dead when its record is lost.
+FindSession = Callable[[int, NamespaceState], Session]
+
+
+@define
+class Recovered:
+    """How many objects of each kind were found, and how many headers were torn."""
+
+    ready: int = 0
+    reserved: int = 0
+    #: Kept until nobody can read them: dropped, reset or deleted before.
+    retiring: int = 0
+    torn: int = 0
+
+
+class Recovery:
+    """Fills an empty directory; see the module."""
+
+    def __init__(self, objects: Objects, namespaces: Namespaces, room: Room, find_session: FindSession) -> None:
+        self._objects = objects
+        self._namespaces = namespaces
+        self._room = room
+        self._find_session = find_session
+        self._found = Recovered()
+        self._parents: list[tuple[int, NamespaceState, bytes]] = []
+
+    def run(self) -> Recovered:
+        """Read every header table; raises BackendError when one is not what a server leaves behind."""
+        for arena in self._objects.arenas:
+            self._read(arena)
+        self._link()
+        for arena in self._objects.arenas:
+            state = self._objects.state
+            # Neither use nor age survived. Of a chain the head lies first, and is worth most.
+            arena.policy.add([entry for entry in range(arena.end - 1, arena.base - 1, -1) if state[entry] == READY])
+        return self._found
+
+    def _read(self, arena: Arena) -> None:
+        objects = self._objects
+        objects.generation[arena.base : arena.end] = arena.headers.generations()
+        gaps: list[tuple[int, int]] = []
+        behind = arena.base
+        for entry, fields in arena.headers.scan():
+            if fields is None:
+                self._found.torn += 1
+                arena.headers.clear(entry)
+                continue
+            state, generation, length, writer, _, digest, weights_epoch, parent, key = fields
+            pages = arena.pages_for(length)
+            if entry < behind or not 0 < pages <= arena.end - entry or state > RETIRING or not generation:
+                raise BackendError(
+                    f"the header of entry {entry} says state {state}, generation {generation}, {length} bytes, which "
+                    f"cannot be: entries up to {behind} are taken, the pool ends at {arena.end}"
+                )
+            if entry > behind:
+                gaps.append((behind - arena.base, entry - behind))
+            behind = entry + pages
+            namespace = self._namespaces.of_digest(digest)
+            objects.pages[entry] = pages
+            objects.tail[behind - 1] = entry
+            objects.length[entry] = length
+            objects.home[entry] = namespace.number
+            objects.key[entry] = key
+            current = weights_epoch == namespace.weights_epoch and namespace.index.get(key) is None
+            if state == RESERVED:
+                self._reserved(arena, entry, namespace, writer, current)
+            elif state == READY and current:
+                self._ready(arena, entry, namespace)
+            else:
+                self._retiring(arena, entry, state)
+            if state != RETIRING and current:
+                namespace.index.put((key,), (entry,), key)
+                self._parents.append((entry, namespace, parent))
+        if behind < arena.end:
+            gaps.append((behind - arena.base, arena.end - behind))
+        arena.free = Allocator.of_runs(arena.end - arena.base, gaps)
+
+    def _ready(self, arena: Arena, entry: int, namespace: NamespaceState) -> None:
+        objects = self._objects
+        objects.state[entry] = READY
+        arena.used += objects.pages[entry]
+        arena.objects += 1
+        namespace.objects += 1
+        namespace.stored_bytes += objects.length[entry]
+        self._found.ready += 1
+
+    def _retiring(self, arena: Arena, entry: int, state: int) -> None:
+        objects = self._objects
+        if state != RETIRING:
+            # Of an earlier weights epoch: the reset that hid it was not finished.
+            arena.headers.change_state([entry], State(state), State.RETIRING)
+        objects.state[entry] = RETIRING
+        arena.used += objects.pages[entry]
+        self._room.keep(entry)
+        self._found.retiring += 1
+
+    def _reserved(self, arena: Arena, entry: int, namespace: NamespaceState, writer: int, current: bool) -> None:
+        objects = self._objects
+        session = self._find_session(writer, namespace)
+        if session.namespace is not namespace:
+            raise BackendError(f"session {writer} writes entry {entry} of a namespace that is not its own")
+        objects.state[entry] = RESERVED
+        (session.reserved if current else session.doomed).add(entry)
+        arena.reserved += objects.pages[entry]
+        session.reserved_pages[arena.number] += objects.pages[entry]
+        self._found.reserved += 1
+
+    def _link(self) -> None:
+        """Parents by their keys, but no cycle, which keys alone do not rule out: it could never be evicted."""
+        objects = self._objects
+        parent = objects.parent
+        for entry, namespace, name in self._parents:
+            elder = namespace.index.get(name)
+            if elder is not None and elder != entry:
+                parent[entry] = elder
+        walk = array("I", bytes(4 * objects.total))
+        for number, (entry, _, _) in enumerate(self._parents, 1):
+            while not walk[entry]:
+                walk[entry] = number
+                if parent[entry] == NO_ENTRY:
+                    break
+                if walk[parent[entry]] == number:
+                    parent[entry] = NO_ENTRY
+                    break
+                entry = parent[entry]
+        for entry, _, _ in self._parents:
+            elder = parent[entry]
+            if elder != NO_ENTRY:
+                objects.parent_generation[entry] = objects.generation[elder]
+                objects.children[elder] += 1
+        self._parents.clear()
