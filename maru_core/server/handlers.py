@@ -271,7 +271,10 @@ class Handlers:
             if self.proofs.held(session.id):
                 return False
             session.died = now
-        return not session.dma or now - session.died >= self.dma_grace
+        if not session.dma or now - session.died >= self.dma_grace:
+            return True
+        self.sessions.quarantine(session)
+        return False
 
     def _thaw(self) -> Steps:
         """Everybody who may have used what was recovered has said so, or is dead."""

@@ -97,7 +97,7 @@ class SessionRegistry:
         self._pools = pools
         self._new_id = new_id
         self._by_id: dict[int, Session] = {}
-        #: Attached sessions without proof that have been silent for long.
+        #: What they hold is in quarantine: attached without proof and silent for long, or dead but for their devices.
         self.silent: dict[int, Session] = {}
         #: Sessions of the server before this one that are awaited.
         self.awaited: dict[int, Session] = {}
@@ -155,6 +155,10 @@ class SessionRegistry:
         session.seen = now
         if self.silent:
             self.silent.pop(session.id, None)
+
+    def quarantine(self, session: Session) -> None:
+        """Count what ``session`` holds as quarantined until something is heard of it."""
+        self.silent[session.id] = session
 
     def expired(self, now: float) -> list[Session]:
         """Sessions that never attached in time; they hold nothing."""

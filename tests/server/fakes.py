@@ -117,6 +117,8 @@ def main() -> int:
     parser.add_argument("--granule", type=int, default=4096)
     parser.add_argument("--url")
     parser.add_argument("--idle-exit", type=float)
+    parser.add_argument("--keep-pools", action="store_true")
+    parser.add_argument("--dma-grace", type=float, default=1.0)
     parser.add_argument("--lease-share", type=float, default=0.5)
     options = parser.parse_args()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
@@ -128,6 +130,8 @@ def main() -> int:
         options.runtime_dir,
         options.idle_exit,
         options.lease_share,
+        options.keep_pools,
+        options.dma_grace,
     )
     try:
         run_server(settings, FileBackend(), ready=lambda address: print(address, flush=True))

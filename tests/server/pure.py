@@ -6,31 +6,76 @@ from array import array
 
 from attrs import define
 
-from maru_core.pool_format import State
+from maru_core.pool_format import HEADER_SIZE, State
 from maru_core.protocol.messages import NO_ENTRY, PoolDescriptor
 from maru_core.server.arena import Arena
 from maru_core.server.directory import Directory
+from maru_core.server.liveness import SessionRecord
+from maru_core.server.namespaces import NamespaceState
 from maru_core.server.sessions import Session, SessionRegistry
 
 GRANULE = 100
 
+Epochs = dict[bytes, int]
+
 
 @define
 class World:
-    """A directory over plain memory. ``counts`` granules per pool."""
+    """A directory over plain memory. ``counts`` granules per pool; ``tables`` are the header tables."""
 
     directory: Directory
     sessions: SessionRegistry
+    tables: list[bytearray]
+    share: float = 1.0
+    ahead: float = 0.01
 
     @classmethod
     def of(cls, *counts: int, share: float = 1.0, ahead: float = 0.01) -> World:
+        return cls.over([bytearray(count * HEADER_SIZE) for count in counts], share, ahead)
+
+    @classmethod
+    def over(
+        cls, tables: list[bytearray], share: float = 1.0, ahead: float = 0.01, epochs: Epochs | None = None
+    ) -> World:
+        """Over header tables that exist; empty until it recovers what they say."""
         arenas, base = [], 0
-        for number, count in enumerate(counts):
+        for number, table in enumerate(tables):
+            count = len(table) // HEADER_SIZE
             descriptor = PoolDescriptor(number, "fake", "", b"", count * GRANULE, GRANULE, base, count, 0, 0)
-            arenas.append(Arena.of(number, descriptor, memoryview(bytearray(count * 128))))
+            arenas.append(Arena.of(number, descriptor, memoryview(table)))
             base += count
         numbers = iter(range(1, 1 << 30))
-        return cls(Directory(arenas, share, ahead), SessionRegistry(len(counts), lambda: next(numbers)))
+        directory = Directory(arenas, share, ahead, epochs)
+        return cls(directory, SessionRegistry(len(tables), lambda: next(numbers)), tables, share, ahead)
+
+    def reborn(self, epochs: Epochs | None = None, tables: list[bytearray] | None = None) -> World:
+        """What the next server makes of this one's memory (or of ``tables``) and sessions, which it awaits."""
+        copies = [bytearray(table) for table in tables or self.tables]
+        world = World.over(copies, self.share, self.ahead, epochs)
+        for session in self.sessions:
+            record = SessionRecord(session.namespace.digest.hex(), session.role, session.name, True, False)
+            namespace = world.directory.namespaces.of_digest(session.namespace.digest)
+            world.sessions.adopt(session.id, namespace, record, 0.0)
+
+        def writer(number: int, namespace: NamespaceState) -> Session:
+            session = world.sessions.get(number)
+            assert session is not None, "a session has pages but no record"
+            return session
+
+        world.directory.recover(writer)
+        return world
+
+    def ready(self) -> dict[tuple[bytes, bytes], tuple[int, int]]:
+        """Entry and generation of every READY object, by namespace digest and key."""
+        self.directory.settle()
+        objects = self.directory.objects
+        return {
+            (namespace.digest, key): (entry, objects.generation[entry])
+            for namespace in self.directory.namespaces
+            for shard in namespace.index._shards
+            for key, entry in shard.items()
+            if objects.state[entry] == State.READY
+        }
 
     def session(self, namespace: bytes = b"n") -> Session:
         return self.sessions.open(self.directory.namespaces.open(namespace), "client", "", 0.0)

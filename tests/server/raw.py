@@ -81,21 +81,59 @@ class RawClient:
     def call(self, op: int, *arguments: Any) -> list[Any]:
         return self.result(self.send(op, *arguments))
 
-    def hello(self, namespace: bytes = b"\x90", attach: bool = True, proof: bool = True) -> RawClient:
-        request = self.send(Op.HELLO, PROTOCOL_VERSION, "client", [os.getpid(), "host", "raw"], namespace, 0, [])
+    def hello(
+        self,
+        namespace: bytes = b"\x90",
+        attach: bool = True,
+        proof: bool = True,
+        resume: list[Any] | None = None,
+        dma: bool = False,
+    ) -> RawClient:
+        who = [os.getpid(), "host", "raw"]
+        request = self.send(Op.HELLO, PROTOCOL_VERSION, "client", who, namespace, 0, resume or [])
         reply = self.receive()
         assert reply[0] == request, reply
         if reply[2] != Code.OK:
             raise Refused(reply[2], reply[3])
         self.epoch = reply[1]
+        before = self.lock_path
         self.session, self.lock_path, self.weights_epoch, pools = reply[3:7]
+        if self.lock is not None and self.lock_path != before:
+            os.close(self.lock)
+            self.lock = None
         self.pools = [PoolDescriptor.from_wire(pool) for pool in pools]
         if attach:
-            if proof:
+            if proof and self.lock is None:
                 self.lock = os.open(self.lock_path, os.O_RDWR | os.O_CLOEXEC)
                 fcntl.flock(self.lock, fcntl.LOCK_EX)
-            self.call(Op.ATTACH, proof, False)
+            self.call(Op.ATTACH, proof, dma)
         return self
+
+    def resume(
+        self,
+        url: str,
+        writing: tuple[list[int], list[int]] = ([], []),
+        reading: dict[int, tuple[list[int], list[int]]] | None = None,
+    ) -> bool:
+        """Go on at a server that was started again, with entries and generations; whether it is the same session."""
+        context = self.socket.context
+        self.socket.close(0)
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(url)
+        earlier, self.epoch, self.session = self.session, 0, 0
+        leases = reading or {}
+        columns = [
+            earlier,
+            pack(writing[0]),
+            pack(writing[1]),
+            u64(*leases),
+            pack([len(entries) for entries, _ in leases.values()]),
+            pack([entry for entries, _ in leases.values() for entry in entries]),
+            pack([generation for _, generations in leases.values() for generation in generations]),
+        ]
+        self.hello(resume=columns)
+        return self.session == earlier
 
     def reserve(self, column: bytes, length: Any = 4096, parents: bytes = b"") -> tuple[bytes, list[int], list[int]]:
         statuses, entries, generations = self.call(Op.RESERVE, self.weights_epoch, column, parents, length)

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from maru_core.pool_format import State
 from maru_core.protocol.messages import CommitStatus, Presence, ReserveStatus
 from tests.server.pure import GRANULE, World
 from tests.server.raw import key
@@ -177,6 +178,51 @@ class DirectoryModel(RuleBasedStateMachine):
         self.clients[who] = self.world.session(namespace)
         self.writing = [item for item in self.writing if item[0] != who]
         self.reading = [item for item in self.reading if item[0] != who]
+
+    @rule(data=st.data(), limit=st.integers(1, 5))
+    def crash(self, data, limit):
+        """The server is killed and comes back on the same memory; clients say what they still use, or died too."""
+        before = self.world.ready()
+        directory = self.world.directory
+        self.world = self.world.reborn(directory.namespaces.epochs())
+        assert self.world.ready() == before
+        self.world.check()
+        directory = self.world.directory
+        generations = list(directory.objects.generation)
+        for who, old in enumerate(self.clients):
+            session = self.world.sessions.get(old.id)
+            mine = [item for item in self.writing if item[0] == who]
+            assert session.reserved | session.doomed == {item[1] for item in mine}
+            if data.draw(st.booleans(), "dies"):
+                self.world.finish(session)
+                session = self.world.session(b"b" if who == 2 else b"a")
+                keep, read = [], []
+            else:
+                keep = [item for item in mine if data.draw(st.booleans(), "still writes")]
+                read = [item for item in self.reading if item[0] == who and data.draw(st.booleans(), "still reads")]
+                lost = directory.unlisted(session, [item[1] for item in keep], [item[2] for item in keep])
+                assert sorted(lost) == sorted(item[1] for item in mine if item not in keep)
+                directory.give_back(session, lost)
+                for _, lease, taken in read:
+                    directory.resume_lease(session, lease, *zip(*taken, strict=True))
+                self.world.sessions.resumed(session)
+            self.clients[who] = session
+            self.writing = [item for item in self.writing if item[0] != who or item in keep]
+            self.reading = [item for item in self.reading if item[0] != who or item in read]
+            # Before all are back, room is only what is free: what others may still read is neither evicted nor dropped.
+            self.world.store(session, [data.draw(KEYS)])
+            directory.delete(session, [data.draw(KEYS)])
+            for entry, _ in before.values():
+                assert directory.objects.generation[entry] == generations[entry], "reused before all were back"
+            self.world.check()
+        assert directory.frozen
+        while not directory.thaw(limit):
+            pass
+        assert not directory.frozen
+        alive = {entry for _, _, taken in self.reading for entry, _ in taken}
+        for entry, state in enumerate(directory.objects.state):
+            assert state != State.RETIRING or entry in alive, "nobody reads it, and it is not freed"
+        self.generations = dict(enumerate(directory.objects.generation))
 
     @invariant()
     def everything_holds(self):

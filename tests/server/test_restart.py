@@ -1,0 +1,274 @@
+"""Servers that are killed and started again on the same folder, and clients that live on, stop or die meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from maru_core.pool_format import HEADER_SIZE, State
+from maru_core.protocol import Code, Op, ReserveStatus
+from tests.server.raw import RawClient, Refused, keys
+from tests.server.test_sessions import holder, wait_for
+
+__all__ = ["holder"]
+
+#: Sixteen pages: 64 KiB of data, headers and superblock.
+SIXTEEN = ("--size", str(16 * (4096 + 128) + 2 * 4096))
+
+
+def kill(server) -> None:
+    server.process.kill()
+    server.process.wait()
+
+
+def capacity(client: RawClient) -> dict[str, int]:
+    pool = client.stats()["pools"][0]
+    assert pool["used"] + pool["free"] + pool["reserved"] + pool["quarantined"] == pool["capacity"]
+    return pool
+
+
+def test_everything_stored_is_found_again(start_server, connect):
+    server = start_server()
+    client = connect(server).hello()
+    client.store(keys(0, 100), parents=bytes(32))
+    client.store(keys(200, 50), length=9000)
+    client.reserve(keys(500, 3))
+    kill(server)
+    server = start_server()
+    other = connect(server).hello()
+    assert other.probe(keys(0, 100)) == b"\1" * 100
+    assert other.probe(keys(200, 50)) == b"\1" * 50
+    assert other.probe(keys(500, 3)) == b"\2" * 3, "the writer lives: its pages are its own"
+    lease, statuses, entries = other.acquire(keys(0, 100))
+    assert lease
+    assert statuses == b"\1" * 100
+    assert len(set(entries)) == 100
+    assert capacity(other)["objects"] == 150
+
+
+def test_a_client_goes_on_with_what_it_lists(start_server, connect):
+    server = start_server()
+    client = connect(server).hello()
+    client.store(keys(0, 8))
+    lease, _, read = client.acquire(keys(0, 4))
+    given_up, _, _ = client.acquire(keys(4, 4))
+    _, entries, generations = client.reserve(keys(20, 4))
+    kill(server)
+    server = start_server()
+    with pytest.raises(Refused) as refused:
+        client.probe(keys(0, 8))
+    assert refused.value.code == Code.STALE_EPOCH, "nothing of the epoch before is executed"
+    held = {lease: (read, [1] * 4)}
+    assert client.resume(server.url, (entries[:2], generations[:2]), held)
+    pool = capacity(client)
+    assert pool["reserved"] == 2 * 4096, "what is not listed is free"
+    assert pool["leased"] == 4 * 4096
+    assert client.commit(entries[:2], generations[:2]) == bytes(2)
+    assert client.probe(keys(20, 4)) == b"\1\1\0\0"
+    other = client.acquire(keys(4, 4))[0]
+    assert other not in (lease, given_up), "a new lease with an old id would end the old one"
+    for number in (lease, other):
+        assert client.call(Op.RELEASE, number.to_bytes(8, "little")) == [b"\0"]
+    assert client.call(Op.RELEASE, given_up.to_bytes(8, "little")) == [b"\1"]
+    assert capacity(client)["leased"] == 0
+
+
+def test_a_lost_reply_to_hello_does_not_matter(start_server, connect):
+    server = start_server()
+    client = connect(server).hello()
+    client.store(keys(0, 4))
+    lease, _, read = client.acquire(keys(0, 4))
+    _, entries, generations = client.reserve(keys(20, 2))
+    kill(server)
+    server = start_server()
+    for _ in range(2):
+        assert client.resume(server.url, (entries, generations), {lease: (read, [1] * 4)})
+    assert (capacity(client)["reserved"], capacity(client)["leased"]) == (2 * 4096, 4 * 4096)
+    assert client.call(Op.RELEASE, lease.to_bytes(8, "little")) == [b"\0"]
+    assert capacity(client)["leased"] == 0
+    assert not client.resume(server.url, (entries, generations)), "a session that went on is not resumed"
+
+
+def test_nothing_is_evicted_before_everybody_is_back(start_server, connect, holder):
+    server = start_server(*SIXTEEN)
+    process = holder(server)
+    first = connect(server).hello()
+    first.store(keys(100, 8))
+    os.kill(process.pid, signal.SIGSTOP)
+    kill(server)
+    server = start_server(*SIXTEEN)
+    assert first.resume(server.url)
+    time.sleep(1.5)
+    start = time.monotonic()
+    assert first.reserve(keys(200, 4))[0] == bytes([ReserveStatus.NO_ROOM] * 4), "a stopped client may read anything"
+    assert time.monotonic() - start < 0.1
+    pool = capacity(first)
+    assert pool["reserved"] == 4 * 4096, "and its late writes hit its own pages"
+    assert first.stats()["counters"]["evicted"] == 0
+    process.kill()
+    process.wait()
+    wait_for(lambda: first.reserve(keys(200, 4))[0] == bytes(4))
+    assert capacity(first)["reserved"] == 4 * 4096
+    # The dead client's leases went with it.
+    assert capacity(first)["leased"] == 0
+
+
+def test_a_client_that_died_with_the_server_leaves_nothing(start_server, connect, holder):
+    server = start_server()
+    process = holder(server)
+    kill(server)
+    process.kill()
+    process.wait()
+    server = start_server()
+    client = connect(server).hello()
+    wait_for(lambda: client.stats()["sessions"] == 1)
+    wait_for(lambda: capacity(client)["reserved"] == 0)
+    assert client.probe(keys(0, 4)) == b"\1" * 4
+    assert len(list((server.folder / "sessions").iterdir())) == 1
+
+
+def test_a_session_without_proof_is_never_taken_for_dead(start_server, connect):
+    server = start_server(*SIXTEEN)
+    far = connect(server).hello(proof=False)
+    far.store(keys(0, 8))
+    _, entries, generations = far.reserve(keys(20, 2))
+    kill(server)
+    server = start_server(*SIXTEEN)
+    client = connect(server).hello()
+    time.sleep(1.2)
+    assert client.stats()["sessions"] == 2
+    assert client.reserve(keys(100, 9))[0].count(ReserveStatus.NO_ROOM) > 0
+    assert far.resume(server.url, (entries, generations))
+    assert far.commit(entries, generations) == bytes(2)
+    wait_for(lambda: client.reserve(keys(200, 9))[0].count(ReserveStatus.NO_ROOM) == 0)
+
+
+def test_pages_whose_writer_is_not_known_stay_taken(start_server, connect):
+    server = start_server()
+    client = connect(server).hello()
+    client.reserve(keys(0, 3))
+    kill(server)
+    os.unlink(client.lock_path)
+    server = start_server()
+    other = connect(server).hello()
+    time.sleep(1.2)
+    assert other.probe(keys(0, 3)) == b"\2" * 3
+    assert capacity(other)["free"] == capacity(other)["capacity"] - 3 * 4096
+
+
+def test_a_reset_outlives_the_server(start_server, connect):
+    server = start_server()
+    client = connect(server).hello()
+    client.store(keys(0, 4))
+    assert client.call(Op.RESET, 0) == [1]
+    client.weights_epoch = 1
+    client.store(keys(10, 4))
+    kill(server)
+    server = start_server()
+    old = connect(server).hello()
+    assert old.weights_epoch == 1
+    assert old.probe(keys(0, 20)) == bytes(10) + b"\1" * 4 + bytes(6)
+    old.weights_epoch = 0
+    assert old.reserve(keys(50, 1))[0] == bytes([ReserveStatus.REFUSED]), "old weights cannot refill it"
+    assert old.probe(keys(10, 4)) == bytes(4), "nor do they hit what the new ones stored"
+
+
+def test_a_reset_that_was_cut_short_is_finished(start_server, connect):
+    """The epoch is on disk first: bytes of before are not served although their headers are whole."""
+    server = start_server()
+    client = connect(server).hello()
+    client.store(keys(0, 4))
+    record = next(iter((server.folder / "sessions").glob("*.lock"))).read_text()
+    kill(server)
+    (server.folder / "weights.json").write_text(json.dumps({json.loads(record)["digest"]: 1}))
+    server = start_server()
+    other = connect(server).hello()
+    assert other.weights_epoch == 1
+    assert other.probe(keys(0, 4)) == bytes(4)
+    assert client.resume(server.url)
+    wait_for(lambda: capacity(other)["used"] == 0)
+
+
+def test_unreadable_weights_epochs_stop_the_start(start_server, runtime_dir):
+    (runtime_dir / "weights.json").write_text("{")
+    with pytest.raises(AssertionError, match=r"weights\.json cannot be read.*stop all engines and remove the file"):
+        start_server()
+
+
+def test_a_damaged_table_is_a_cold_start(start_server, connect):
+    server = start_server()
+    client = connect(server).hello()
+    client.store(keys(0, 4))
+    table_offset = client.pools[0].table_offset
+    kill(server)
+    pool = Path(client.pools[0].location)
+    with pool.open("r+b") as file:
+        # The same object twice, over one another: no server leaves that behind.
+        file.seek(table_offset)
+        header = bytearray(file.read(HEADER_SIZE))
+        file.seek(table_offset)
+        file.write(_with_length(header, 3 * 4096))
+    server = start_server()
+    other = connect(server).hello()
+    assert other.probe(keys(0, 4)) == bytes(4)
+    assert capacity(other)["free"] == capacity(other)["capacity"]
+    assert not client.resume(server.url), "nothing of before can be gone on with"
+    assert "cannot be: entries up to" in (server.folder / "server.log").read_text()
+
+
+def _with_length(header: bytearray, length: int) -> bytes:
+    from attrs import evolve
+
+    from maru_core.pool_format import pack_header, unpack_header
+
+    decoded = unpack_header(bytes(header))
+    assert decoded is not None
+    assert decoded.state == State.READY
+    return pack_header(evolve(decoded, length=length))
+
+
+def test_another_size_is_a_cold_start(start_server, connect):
+    server = start_server("--size", str(4 << 20))
+    connect(server).hello().store(keys(0, 4))
+    kill(server)
+    server = start_server("--size", str(8 << 20))
+    client = connect(server).hello()
+    assert client.probe(keys(0, 4)) == bytes(4)
+    assert capacity(client)["capacity"] > 4 << 20
+
+
+def test_pools_are_kept_when_asked(start_server, connect):
+    server = start_server("--keep-pools")
+    client = connect(server).hello()
+    client.store(keys(0, 4))
+    _, entries, generations = client.reserve(keys(10, 2))
+    server.process.terminate()
+    server.process.wait()
+    server = start_server()
+    assert client.resume(server.url, (entries, generations))
+    assert client.commit(entries, generations) == bytes(2)
+    assert client.probe(keys(0, 4)) == b"\1" * 4
+    server.process.terminate()
+    server.process.wait()
+    assert not Path(client.pools[0].location).exists()
+
+
+def test_the_pages_of_a_dead_client_wait_for_its_devices(start_server, connect, context):
+    server = start_server("--dma-grace", "1.5")
+    watcher = connect(server).hello()
+    plain, device = RawClient(context, server.url).hello(), RawClient(context, server.url).hello(dma=True)
+    plain.reserve(keys(0, 2))
+    device.reserve(keys(10, 3))
+    for client in (plain, device):
+        client.close()
+    start = time.monotonic()
+    wait_for(lambda: capacity(watcher)["reserved"] + capacity(watcher)["quarantined"] == 3 * 4096)
+    wait_for(lambda: capacity(watcher)["quarantined"] == 3 * 4096)
+    took = wait_for(lambda: capacity(watcher)["free"] == capacity(watcher)["capacity"])
+    assert took + (time.monotonic() - start) > 1.0
+    assert time.monotonic() - start < 4
