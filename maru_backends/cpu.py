@@ -311,7 +311,8 @@ def _turn(root_fd: int) -> Iterator[bool]:
 def _remove_orphans(root_fd: int) -> None:
     """Remove pools of this user whose owner is dead: their memory would be missing for ever.
 
-    Not while an engine uses one: its server may come back for it. The lock is the proof of death and the superblock that it is a pool: a name alone is neither.
+    Not while an engine uses one: its server may come back for it. The lock is the proof of death and the superblock
+    that it is a pool: a name alone is neither.
     """
     for entry in os.listdir(root_fd):
         if not entry.startswith(_FOLDER):

@@ -232,6 +232,12 @@ class MaruConfig:
     lease_share: float = _setting(
         0.5, SHARE, "Largest share of a pool's bytes that one session may hold leases on.", "fraction"
     )
+    dma_grace: float = _setting(
+        1.0,
+        SECONDS_OR_NEVER,
+        "How long the server keeps the pages of an engine that died while its devices may still be moving bytes.",
+        "seconds",
+    )
     sources: Mapping[str, str] = field(factory=dict, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:

@@ -27,6 +27,8 @@ EXIT_FAILED = 1
 @click.option("--granule", metavar="SIZE", help="Allocation granule. [default: 64K]")
 @click.option("--idle-exit", metavar="SECONDS", help="End so long after the last session. [default: never]")
 @click.option("--lease-share", metavar="FRACTION", help="Most of a pool that one session may lease. [default: 0.5]")
+@click.option("--keep-pools", is_flag=True, help="Leave the pools in memory at the end, for the next server.")
+@click.option("--dma-grace", metavar="SECONDS", help="How long devices of a dead client may move bytes. [default: 1]")
 @click.option("--log-level", default="info", show_default=True, type=click.Choice(logs.LEVELS))
 @click.option("--log-json", is_flag=True, help="Log one JSON object per line.")
 @click.option("--report-fd", type=int, hidden=True, help="Descriptor that gets the exit code when the start fails.")
@@ -39,6 +41,8 @@ def serve(
     granule: str | None,
     idle_exit: str | None,
     lease_share: str | None,
+    keep_pools: bool,
+    dma_grace: str | None,
     log_level: str,
     log_json: bool,
     report_fd: int | None,
@@ -55,6 +59,7 @@ def serve(
                 "chunk_size": granule,
                 "idle_exit": idle_exit,
                 "lease_share": lease_share,
+                "dma_grace": dma_grace,
             }
         )
         if pool_size is not None:
@@ -74,6 +79,8 @@ def serve(
                 runtime_dir=config.runtime_path,
                 idle_exit=idle or None,
                 lease_share=config.lease_share,
+                keep_pools=keep_pools,
+                dma_grace=config.dma_grace,
             ),
             host.backend(config.storage_backend),
         )

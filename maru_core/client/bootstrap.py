@@ -108,6 +108,7 @@ class ServerStarter:
             "--granule": self._granule,
             "--idle-exit": config.idle_exit,
             "--lease-share": config.lease_share,
+            "--dma-grace": config.dma_grace,
         }
         if config.pool_path is not None:
             options["--pool-path"] = config.pool_path

@@ -64,17 +64,19 @@ class MaruHandler(KeyCalls):
         name: str = "",
         host: PluginHost | None = None,
         pool_granule: int | None = None,
+        dma: bool = False,
     ) -> MaruHandler:
         """Connect and wait up to ``maru_connect_timeout`` for the first session.
 
         ``role`` (``scheduler``: maps no memory until it is used) and ``name`` are for logs and hints. ``pool_granule``
-        is the allocation granule of a server that ``auto`` starts, unless ``maru_chunk_size`` is set.
+        is the allocation granule of a server that ``auto`` starts, unless ``maru_chunk_size`` is set. ``dma``: whether
+        devices may move bytes of the pools by themselves, and so for a moment after this process died.
 
         An absent server leaves the handler down, and it keeps looking. Raises ConfigError (address or runtime folder
         cannot be used), VersionMismatch, BackendError (``auto`` could not start a server), ServerError.
         """
         host = host or PluginHost.discover(PluginSettings.from_environ(os.environ))
-        opener = _Opener(config, namespace, host, role, name)
+        opener = _Opener(config, namespace, host, role, name, dma)
         if config.server_url == "auto":
             folder = RuntimeDir.open(config.runtime_path)
             url = folder.url
@@ -226,12 +228,15 @@ def _stop(upkeep: Upkeep, open_allocations: weakref.WeakSet[Allocation]) -> None
 class _Opener:
     """Opens sessions for a link: what HELLO says about this handler, and what follows a new session."""
 
-    def __init__(self, config: MaruConfig, namespace: Namespace, host: PluginHost, role: str, name: str) -> None:
+    def __init__(
+        self, config: MaruConfig, namespace: Namespace, host: PluginHost, role: str, name: str, dma: bool
+    ) -> None:
         self._config = config
         self._namespace = namespace
         self._host = host
         self._role = role
         self._name = name
+        self._dma = dma
         self._log = structlog.get_logger(__name__)
         self._told = False
 
@@ -244,6 +249,7 @@ class _Opener:
             role=self._role,
             name=self._name,
             descriptor=self._namespace.descriptor,
+            dma=self._dma,
             previous=previous,
             held=link.holdings.seal(),
         )

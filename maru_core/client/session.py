@@ -112,11 +112,13 @@ def open_session(
     role: str,
     name: str,
     descriptor: bytes,
+    dma: bool = False,
     previous: Session | None = None,
     held: Snapshot | None = None,
 ) -> Session:
     """HELLO, lock, ATTACH; raises MaruError. A session that fails half-way holds nothing on the server.
 
+    ``dma``: whether devices may move bytes of this process by themselves.
     If the server has the memory of the one before it, ``previous`` goes on with ``held``, its regions and its proof;
     the result has the same id then. Otherwise it is a new one.
     """
@@ -146,7 +148,7 @@ def open_session(
     if proof is None:
         proof = guard.lock(lock_path)
     try:
-        request(Op.ATTACH, epoch, session, [proof is not None, False])
+        request(Op.ATTACH, epoch, session, [proof is not None, dma])
         return Session(
             epoch=epoch,
             id=session,

@@ -97,8 +97,8 @@ def granule_for(object_bytes: int) -> int:
     return granule
 
 
-def connect(plan: Plan, role: str) -> MaruHandler:
-    """A session for this process. An absent server leaves the handler down; it keeps trying by itself."""
+def connect(plan: Plan, role: str, device: str = "cpu") -> MaruHandler:
+    """A session for this process, whose KV is on ``device``. Without a server the handler is down and keeps trying."""
     host = PluginHost.discover(plan.plugins)
     return MaruHandler.connect(
         plan.config,
@@ -107,6 +107,7 @@ def connect(plan: Plan, role: str) -> MaruHandler:
         name=plan.config.instance_id or plan.config.engine_id or "",
         host=host,
         pool_granule=plan.granule,
+        dma=device != "cpu",
     )
 
 
@@ -149,6 +150,6 @@ def open_link(plan: Plan, paged: PagedLayout, layers: list[Any]) -> Link:
             continue
         log.info("maru.transfer_engine", chosen=provision.name, asked=wanted, passed_over=passed)
         transfer = engine.open(layers, paged, plan.stored)
-        return Link(connect(plan, "worker"), transfer, plan.stored)
+        return Link(connect(plan, "worker", device), transfer, plan.stored)
     known = sorted(host.engines())
     raise TransferError(f"maru_transfer_engine={wanted!r}: none of {known} can serve this engine: {passed}")

@@ -219,3 +219,26 @@ class BackendContract:
         with pytest.raises(BackendError, match=rf"{1 << 52} bytes .*asked for, \d+ bytes .*there"):
             create(size=1 << 52)
         create()
+
+    def test_a_pool_that_was_left_is_taken_over_with_what_is_in_it(
+        self, backend: StorageBackend, ask: PoolRequest, create: Create, remap: Map
+    ) -> None:
+        """``leave``, or a killed server, leaves memory and superblock as they are."""
+        pool = create()
+        descriptor = pool.region.descriptor
+        pool.region.buffer[descriptor.table_offset] = 7
+        client = remap(descriptor)
+        client.buffer[descriptor.data_offset : descriptor.data_offset + 4] = b"kept"
+        assert backend.adopt_pool(evolve(ask, owner="somebody-else")) is None
+        pool.leave()
+        pool.leave()
+        for change in ({"size": ask.size * 2}, {"granule": ask.granule * 2}, {"pool": 1}):
+            assert backend.adopt_pool(evolve(ask, **change)) is None, change
+        again = backend.adopt_pool(ask)
+        assert again is not None
+        assert again.region.descriptor == descriptor, "the same identity: clients go on with their mapping"
+        assert again.region.buffer[descriptor.table_offset] == 7
+        client.buffer[descriptor.data_offset : descriptor.data_offset + 4] = b"late"
+        assert bytes(again.region.buffer[descriptor.data_offset : descriptor.data_offset + 4]) == b"late"
+        again.destroy()
+        assert backend.adopt_pool(ask) is None

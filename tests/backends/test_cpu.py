@@ -21,6 +21,8 @@ from maru_backends.capacity import NO_LIMIT, Available
 from maru_backends.cpu import CpuBackend
 from maru_core.contracts import PoolRequest, StorageBackend
 from maru_core.errors import BackendError
+from maru_core.pool_format import SUPERBLOCK_SIZE, plan_pool, unpack_superblock
+from maru_core.protocol import PoolDescriptor
 from tests.backends.contract import BackendContract
 
 MIB = 1 << 20
@@ -275,6 +277,56 @@ def test_pools_of_dead_owners_go_and_those_of_live_ones_stay(tmp_path: Path) -> 
     finally:
         for process in (dead, orphan, neighbour):
             kill(process)
+
+
+def test_a_pool_that_an_engine_uses_waits_for_its_server(tmp_path: Path) -> None:
+    """Another server does not take it for an orphan; once the engine is gone, too, it does."""
+    backend = CpuBackend()
+    process = hold(tmp_path, "gone")
+    try:
+        (block,) = (tmp_path / "maru-gone").iterdir()
+        with block.open("rb") as file:
+            identity = unpack_superblock(file.read(4096)).identity
+        ask = ask_in(tmp_path, owner="gone")
+        client = backend.map_region(_descriptor(ask, block, identity))
+    finally:
+        kill(process)
+    backend.create_pool(ask_in(tmp_path)).destroy()
+    assert block.exists()
+    pool = backend.adopt_pool(ask)
+    assert pool is not None
+    assert pool.region.descriptor.identity == identity
+    pool.leave()
+    client.close()
+    backend.create_pool(ask_in(tmp_path)).destroy()
+    assert not block.exists()
+
+
+def _descriptor(ask: PoolRequest, path: Path, identity: bytes) -> PoolDescriptor:
+    count, data_offset = plan_pool(ask.size, ask.granule)
+    return PoolDescriptor(0, "cpu", str(path), identity, ask.size, ask.granule, 0, count, SUPERBLOCK_SIZE, data_offset)
+
+
+def test_only_what_is_certainly_ours_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = CpuBackend()
+    pool = backend.create_pool(ask_in(tmp_path))
+    path = Path(pool.region.descriptor.location)
+    assert backend.adopt_pool(ask_in(tmp_path)) is None, "its owner lives"
+    pool.leave()
+    path.chmod(0o644)
+    assert backend.adopt_pool(ask_in(tmp_path)) is None, "others could have written it"
+    path.chmod(0o600)
+    for boot in (b"another boot....", bytes(16)):
+        with monkeypatch.context() as patch:
+            patch.setattr("maru_backends.cpu._boot_id", lambda boot=boot: boot)
+            assert backend.adopt_pool(ask_in(tmp_path)) is None
+    with path.open("r+b") as file:
+        file.seek(20)
+        file.write(b"!")
+    assert backend.adopt_pool(ask_in(tmp_path)) is None, "the superblock is damaged"
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    assert backend.adopt_pool(ask_in(tmp_path)) is None
 
 
 def test_late_writes_of_an_old_client_do_not_reach_the_new_pool(tmp_path: Path) -> None:

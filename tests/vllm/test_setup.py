@@ -254,7 +254,7 @@ def test_a_layout_that_only_the_worker_sees_disables_the_scheduler_side(
     from tests.vllm.fake_store import FakeHandler, FakeStore
 
     handler = FakeHandler(FakeStore())
-    monkeypatch.setattr(setup, "connect", lambda plan, role: handler)
+    monkeypatch.setattr(setup, "connect", lambda plan, role, device="cpu": handler)
     monkeypatch.setattr(compat, "attention_backend", lambda *args: "NEW_ATTENTION")
     config = real_config(model_folder)
     scheduler = MaruKVConnector(config, KVConnectorRole.SCHEDULER, kv_config(full()))
@@ -272,7 +272,7 @@ def test_a_layout_that_only_the_worker_sees_disables_the_scheduler_side(
 def test_knobs_of_later_versions_warn_and_do_nothing(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.vllm.fake_store import FakeHandler, FakeStore
 
-    monkeypatch.setattr(setup, "connect", lambda plan, role: FakeHandler(FakeStore()))
+    monkeypatch.setattr(setup, "connect", lambda plan, role, device="cpu": FakeHandler(FakeStore()))
     extra = {"maru_async_store": True, "maru_use_layerwise": True, "maru_enable_layerwise_overlap": True}
     with capture_logs() as logs:
         MaruKVConnector(real_config(model_folder, **extra), KVConnectorRole.SCHEDULER, kv_config(full()))
