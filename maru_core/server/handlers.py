@@ -252,13 +252,15 @@ class Handlers:
         """Look for dead and silent sessions; returns the work of freeing what they held. Call about once a second."""
         self.sweep_soon = False
         now = self.clock()
-        gone = self.sessions.expired(now)
+        silent = self.sessions.note_silence(now)
+        gone = self.sessions.expired(now) + self.sessions.forgettable()
         gone += [s for s in self.sessions if s.attached and s.proof and self._is_over(s, now)]
         for session in gone:
             self._log.info("session expired", session=session.id, name=session.name, attached=session.attached)
             self.directory.counters["expired_sessions"] += 1
-        for session in self.sessions.note_silence(now):
-            self._log.warning("session is silent, what it holds is kept", session=session.id, name=session.name)
+        for session in silent:
+            if session not in gone:
+                self._log.warning("session is silent, what it holds is kept", session=session.id, name=session.name)
         tasks = [Task(self, self._end(session), None, None) for session in gone]
         if self.directory.frozen and not self.sessions.awaited and not self._thawing:
             self._thawing = True

@@ -156,6 +156,10 @@ class SessionRegistry:
         if self.silent:
             self.silent.pop(session.id, None)
 
+    def forgettable(self) -> list[Session]:
+        """Silent sessions that hold nothing: whoever comes back opens another one, and no file stays open for it."""
+        return [s for s in self.silent.values() if not (s.awaited or s.reserved or s.doomed or s.held or s.running)]
+
     def quarantine(self, session: Session) -> None:
         """Count what ``session`` holds as quarantined until something is heard of it."""
         self.silent[session.id] = session
