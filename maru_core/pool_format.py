@@ -44,6 +44,8 @@ HEADER_BODY: Final = struct.Struct("<B3xIQQQ16sQ4x32s32s")
 HEADER_PREFIX: Final = struct.Struct("<B3xIQQQ16sQ4x")
 HEADER_VIEW_OFFSET: Final = 4
 HEADER_CHECKSUM_OFFSET: Final = 28
+#: The key is what a header ends with.
+HEADER_KEY_OFFSET: Final = HEADER_SIZE - KEY_SIZE
 
 
 class State(IntEnum):

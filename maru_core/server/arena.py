@@ -7,8 +7,9 @@ from attrs import define, field
 from maru_core.pool_format import HEADER_SIZE
 from maru_core.protocol.messages import PoolDescriptor
 from maru_core.server.allocator import Allocator
-from maru_core.server.eviction import EvictionPolicy, LeastRecentlyUsed, PolicyFactory
+from maru_core.server.eviction import PolicyFactory, least_recently_used
 from maru_core.server.headers import HeaderTable
+from maru_core.server.tenants import Tenants
 
 
 @define(eq=False)
@@ -18,7 +19,8 @@ class Arena:
     number: int
     descriptor: PoolDescriptor
     free: Allocator
-    policy: EvictionPolicy
+    #: Order of eviction.
+    tenants: Tenants
     headers: HeaderTable
     base: int
     end: int
@@ -33,13 +35,14 @@ class Arena:
 
     @classmethod
     def of(
-        cls, number: int, descriptor: PoolDescriptor, table: memoryview, policy: PolicyFactory = LeastRecentlyUsed
+        cls, number: int, descriptor: PoolDescriptor, table: memoryview, policy: PolicyFactory = least_recently_used
     ) -> Arena:
         """Over the header table ``table`` (``entry_count * HEADER_SIZE`` writable bytes, zeroed)."""
         count = descriptor.entry_count
         base = descriptor.entry_base
         headers = HeaderTable(table[: count * HEADER_SIZE], base)
-        return cls(number, descriptor, Allocator(count), policy(), headers, base, base + count, descriptor.granule)
+        tenants = Tenants(policy(base, count))
+        return cls(number, descriptor, Allocator(count), tenants, headers, base, base + count, descriptor.granule)
 
     def pages_for(self, length: int) -> int:
         """Granules that an object of ``length`` bytes takes here."""

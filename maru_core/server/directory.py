@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from maru_core.server.arena import Arena
-from maru_core.server.index import KeyIndex
+from maru_core.server.index import KeyIndex, tags_of
 from maru_core.server.leases import PRESENCE, Acquired, Leases
 from maru_core.server.namespaces import Namespaces, NamespaceState
 from maru_core.server.objects import READY, Objects, Postponed
@@ -27,6 +27,7 @@ class Directory:
 
     ``lease_share``: the part of a pool that one session may lease. ``ahead_share``: the part of all pools that
     :meth:`make_ahead` keeps free at most. ``epochs``: weights epochs from before, by namespace digest.
+    ``namespace_quota``: the most bytes that a namespace may take unless :meth:`set_quota` says otherwise.
     """
 
     def __init__(
@@ -35,13 +36,28 @@ class Directory:
         lease_share: float = 0.5,
         ahead_share: float = 0.01,
         epochs: Mapping[bytes, int] | None = None,
+        namespace_quota: int | None = None,
     ) -> None:
         self.arenas = list(arenas)
-        self.namespaces = Namespaces(epochs)
         self.counters = dict.fromkeys(
-            ("hits", "misses", "stored", "evicted", "skipped_no_room", "aborted", "deleted", "resets"), 0
+            (
+                "hits",
+                "misses",
+                "stored",
+                "evicted",
+                "skipped_no_room",
+                "skipped_over_quota",
+                "aborted",
+                "deleted",
+                "resets",
+            ),
+            0,
         )
         self.objects = Objects(arenas)
+        capacities = [(arena.end - arena.base) * arena.granule for arena in arenas]
+        self.namespaces = Namespaces(
+            self.objects, capacities, epochs, default_quota=namespace_quota, on_forget=self._forget_policies
+        )
         self._postponed = Postponed()
         self._room = Room(self.objects, self.namespaces, self.counters, ahead_share, lease_share)
         self._reservations = Reservations(self.objects, self._room, self._postponed, self.counters)
@@ -80,6 +96,22 @@ class Directory:
         self._postponed.settle()
         self._leases.resume(session, lease, entries, generations)
 
+    def wish_quota(self, namespace: NamespaceState, quota: int) -> None:
+        """A session wants ``namespace`` to take up to ``quota`` bytes (0: no wish); the largest wish counts.
+
+        What an operator configured is not exceeded, and a wish for all pools or more is a wish for no limit.
+        """
+        self.namespaces.wish(namespace, quota)
+
+    def set_quota(self, namespace: NamespaceState, quota: int | None) -> None:
+        """The operator's word: ``namespace`` may take ``quota`` bytes; ``None`` takes the word back.
+
+        What is over the quota already stays until somebody needs the room; it is the first to go then.
+        """
+        self._postponed.settle()
+        self.namespaces.order(namespace, quota)
+        self._room.review(namespace)
+
     def settle(self) -> None:
         """Do what the last call left for later: bookkeeping that no reply has to wait for.
 
@@ -104,7 +136,9 @@ class Directory:
         length: int | Sequence[int],
         packed: bytes | None = None,
     ) -> Reserved:
-        """Take pages for keys that nobody has; ``length`` in bytes. ``packed``: the keys as one column, if at hand.
+        """Take pages for keys that nobody has; ``length`` in bytes.
+
+        ``packed``: the keys as one column, if at hand; ``keys`` may be empty then, here and elsewhere.
 
         ``parents`` is empty, or as long as ``keys``, or one key: the parent of the first of a chain, in which each
         key is the parent of the next.
@@ -134,7 +168,8 @@ class Directory:
     def probe(self, session: Session, keys: Sequence[bytes], packed: bytes | None = None) -> bytes:
         """A column of :class:`Presence`. Says nothing about what holds a moment later."""
         self._postponed.settle()
-        return self._leases.presence(session.namespace.index.find(keys, packed))
+        column = b"".join(keys) if packed is None else packed
+        return self._leases.presence(session.namespace.index.find(column, tags_of(column)))
 
     def acquire(
         self, session: Session, lease: int, keys: Sequence[bytes], leading: bool, packed: bytes | None = None
@@ -146,7 +181,8 @@ class Directory:
         not be changed.
         """
         self._postponed.settle()
-        return self._leases.acquire(session, lease, session.namespace.index.find(keys, packed), leading)
+        column = b"".join(keys) if packed is None else packed
+        return self._leases.acquire(session, lease, session.namespace.index.find(column, tags_of(column)), leading)
 
     def release(self, session: Session, lease: int, limit: int) -> tuple[bool, bool]:
         """End at most ``limit`` keys of ``lease``; returns whether it was known and whether all of it has ended."""
@@ -176,7 +212,7 @@ class Directory:
         self._postponed.settle()
         if weights_epoch != namespace.weights_epoch:
             return None
-        old, namespace.index = namespace.index, KeyIndex()
+        old, namespace.index = namespace.index, self.namespaces.new_index()
         namespace.weights_epoch += 1
         self.counters["resets"] += 1
         for session in namespace.sessions.values():
@@ -208,3 +244,7 @@ class Directory:
         if not self._reservations.drop(session, limit):
             self._leases.drop(session, limit)
         return not (session.reserved or session.doomed or session.held)
+
+    def _forget_policies(self, number: int) -> None:
+        for arena in self.arenas:
+            arena.tenants.forget(number)

@@ -1,5 +1,8 @@
 """Which object goes first when a pool is full.
 
+Each namespace has a policy of its own in each pool, so that tenants do not disturb each other's order, and a namespace
+at its quota loses objects of its own. :mod:`maru_core.server.tenants` decides between namespaces.
+
 The directory tells a policy about objects that may be evicted at all (READY, not leased) and asks it for victims. It
 refuses a victim that still has children and *parks* it, so that a prefix loses its tail before its head; the policy
 gets it back when the last child is gone.
@@ -7,14 +10,18 @@ gets it back when the last child is gone.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Protocol
 
 
 class EvictionPolicy(Protocol):
-    """Order of eviction in one pool. Objects are named by their first entry. Every call is O(1) per object."""
+    """Order of eviction of one namespace in one pool.
+
+    Objects are named by their first entry. Every call is O(1) amortised per object and never works on all objects in
+    one go: a pause is felt by every client.
+    """
 
     def add(self, entries: Sequence[int]) -> None:
         """These became evictable just now: the last one is the most valuable."""
@@ -25,8 +32,11 @@ class EvictionPolicy(Protocol):
     def remove(self, entries: Sequence[int]) -> None:
         """These are leased or gone. Entries that the policy does not hold are ignored."""
 
-    def pop(self, count: int) -> list[int]:
-        """At most ``count`` victims, the least valuable first; they are no longer held."""
+    def pop(self, count: int, before: int | None = None) -> list[int]:
+        """At most ``count`` victims, the least valuable first; they are no longer held.
+
+        ``before``: none that is worth as much as that, on the scale of :meth:`coldest`.
+        """
 
     def put_back(self, entries: Sequence[int]) -> None:
         """Victims of ``pop`` that were not evicted: they are the next victims again, in this order."""
@@ -37,66 +47,212 @@ class EvictionPolicy(Protocol):
     def unpark(self, entry: int) -> None:
         """The last child of ``entry`` is gone; ignored unless it is parked."""
 
+    def coldest(self) -> int | None:
+        """What the next victim is worth, comparable among the policies of one pool; ``None`` without a victim."""
 
-#: Victims that are queued at a time, at least.
-_REFILL = 256
 
-PolicyFactory = Callable[[], EvictionPolicy]
+#: Makes the policies of one pool, one call per namespace: they may share columns and a clock.
+NewPolicy = Callable[[], EvictionPolicy]
+#: What a pool is given: called with its first entry and its number of entries.
+PolicyFactory = Callable[[int, int], NewPolicy]
+
+#: Items per segment of a queue.
+_SEGMENT = 1024
+#: Stale items that a queue may have beside as many as there are valid ones.
+_SLACK = 4 * _SEGMENT
+#: Items that the hand looks at for each one that is appended.
+_PACE = 4
+#: Most that a segment can tell times apart.
+_SPAN = 0xFFFF_FFFF
+_END = 1 << 64
+
+
+class _Uses:
+    """When each object of a pool was used last: a number that counts the batches of uses in all namespaces.
+
+    ``last`` has it times two, plus one for a parked object; 0 for one that is not held.
+    """
+
+    __slots__ = ("base", "last", "now")
+
+    def __init__(self, base: int, count: int) -> None:
+        self.base = base
+        self.last = array("Q", bytes(8 * count))
+        self.now = 0
+
+
+class _Segment:
+    """A part of a queue: objects and their times, counted from ``origin``. The first ``head`` are taken already."""
+
+    __slots__ = ("entries", "head", "origin", "times")
+
+    def __init__(self, origin: int) -> None:
+        self.origin = origin
+        self.entries = array("I")
+        self.times = array("I")
+        self.head = 0
+
+    def takes(self, time: int) -> bool:
+        """Whether items of that time may be appended."""
+        return len(self.entries) < _SEGMENT and time - self.origin <= _SPAN
+
+
+def least_recently_used(base: int, count: int) -> NewPolicy:
+    """Policies of one pool that evict what was used longest ago in any namespace; see :data:`PolicyFactory`."""
+    uses = _Uses(base, count)
+    return lambda: LeastRecentlyUsed(uses)
 
 
 class LeastRecentlyUsed:
-    """Evicts what was used longest ago.
+    """See :func:`least_recently_used`.
 
-    A dict keeps the order, because whole batches go in and out of it at the speed of C. Taking its first item again and
-    again would walk over the places of deleted ones, so victims come from a queue that is refilled with many at a time;
-    a stamp per batch tells whether a queued object was used since.
+    A queue in the order of use, in packed columns. A use appends to it; what the object left where it was before is
+    recognised by its time and skipped. When more than half of the queue is such stale items, a hand goes from its cold
+    end to its warm one and closes the gaps, a few items for each one that is appended.
 
     A parked object was older than everything that was held at that moment, so it goes back to the cold end: the order
     stays exact without searching. Each use of an object parks it at most once, hence amortised O(1).
     """
 
-    def __init__(self) -> None:
-        self._stamp_of: dict[int, int] = {}
-        self._stamp = 0
-        self._coldest: deque[tuple[int, int]] = deque()
-        self._parked: set[int] = set()
+    def __init__(self, uses: _Uses) -> None:
+        self._uses = uses
+        #: Objects that are held or parked, and items of the queue.
+        self._held = self._length = 0
+        #: What comes before the queue, as object and time; the next victim last.
+        self._front: list[tuple[int, int]] = []
+        #: The queue: what the hand has passed, and what it has not.
+        self._passed: deque[_Segment] = deque()
+        self._ahead: deque[_Segment] = deque()
+        #: The victims of the last :meth:`pop` and their times.
+        self._popped: dict[int, int] = {}
 
     def add(self, entries: Sequence[int]) -> None:
-        self._stamp += 1
-        self._stamp_of.update(dict.fromkeys(entries, self._stamp))
+        count = len(entries)
+        if not count:
+            return
+        uses = self._uses
+        uses.now = now = uses.now + 2
+        last, base = uses.last, uses.base
+        for entry in entries:
+            last[entry - base] = now
+        self._held += count
+        self._length += count
+        ahead = self._ahead
+        if not ahead or not ahead[-1].takes(now):
+            ahead.append(_Segment(now))
+        segment = ahead[-1]
+        segment.entries.extend(entries)
+        segment.times.extend(array("I", [now - segment.origin]) * count)
+        if self._length > 2 * self._held + _SLACK:
+            self._close_gaps(_PACE * count)
 
     def touch(self, entries: Sequence[int]) -> None:
         self.remove(entries)
         self.add(entries)
 
     def remove(self, entries: Sequence[int]) -> None:
-        forget = self._stamp_of.pop
+        last, base = self._uses.last, self._uses.base
         for entry in entries:
-            forget(entry, None)
-        if self._parked:
-            self._parked.difference_update(entries)
+            last[entry - base] = 0
+        # Too many are subtracted when some were not held, and gaps are closed earlier: nothing else depends on it.
+        self._held -= len(entries)
 
-    def pop(self, count: int) -> list[int]:
-        stamp_of, coldest = self._stamp_of, self._coldest
-        victims: list[int] = []
-        while len(victims) < count and stamp_of:
-            if not coldest:
-                coldest.extend(islice(stamp_of.items(), _REFILL + len(stamp_of) // 64))
-            entry, stamp = coldest.popleft()
-            if stamp_of.get(entry) == stamp:
-                del stamp_of[entry]
-                victims.append(entry)
-        return victims
+    def pop(self, count: int, before: int | None = None) -> list[int]:
+        last, base = self._uses.last, self._uses.base
+        limit = _END if before is None else before
+        popped: dict[int, int] = {}
+        self._popped = popped
+        while len(popped) < count:
+            time = self.coldest()
+            if time is None or time >= limit:
+                break
+            if self._front:
+                entry, _ = self._front.pop()
+                last[entry - base] = 0
+                popped[entry] = time
+                continue
+            segment = (self._passed or self._ahead)[0]
+            head = segment.head
+            part = slice(head, head + count - len(popped))
+            for entry, time in zip(segment.entries[part], segment.times[part], strict=True):
+                time += segment.origin
+                if last[entry - base] == time:
+                    if time >= limit:
+                        break
+                    last[entry - base] = 0
+                    popped[entry] = time
+                segment.head += 1
+            self._length -= segment.head - head
+        self._held -= len(popped)
+        return list(popped)
 
     def put_back(self, entries: Sequence[int]) -> None:
-        self._stamp += 1
-        self._stamp_of.update(dict.fromkeys(entries, self._stamp))
-        self._coldest.extendleft((entry, self._stamp) for entry in reversed(entries))
+        for entry in reversed(entries):
+            self._return(entry, self._popped[entry])
+        self._held += len(entries)
 
     def park(self, entry: int) -> None:
-        self._parked.add(entry)
+        self._uses.last[entry - self._uses.base] = self._popped[entry] + 1
+        self._held += 1
 
     def unpark(self, entry: int) -> None:
-        if entry in self._parked:
-            self._parked.discard(entry)
-            self.put_back((entry,))
+        time = self._uses.last[entry - self._uses.base]
+        if time & 1:
+            self._return(entry, time - 1)
+
+    def coldest(self) -> int | None:
+        last, base = self._uses.last, self._uses.base
+        front = self._front
+        while front:
+            entry, time = front[-1]
+            if last[entry - base] == time:
+                return time
+            front.pop()
+        while True:
+            queue = self._passed or self._ahead
+            if not queue:
+                return None
+            segment = queue[0]
+            entries, times, origin, head = segment.entries, segment.times, segment.origin, segment.head
+            for at in range(head, len(entries)):
+                time = origin + times[at]
+                if last[entries[at] - base] == time:
+                    self._length -= at - head
+                    segment.head = at
+                    return time
+            self._length -= len(entries) - head
+            queue.popleft()
+
+    def _return(self, entry: int, time: int) -> None:
+        self._uses.last[entry - self._uses.base] = time
+        self._front.append((entry, time))
+
+    def _close_gaps(self, budget: int) -> None:
+        """Let the hand look at ``budget`` items."""
+        if len(self._ahead) == 1:
+            # The last segment is the one that is appended to.
+            self._passed.extend(self._ahead)
+            self._passed, self._ahead = deque(), self._passed
+            if len(self._ahead) == 1:
+                return
+        last, base = self._uses.last, self._uses.base
+        segment = self._ahead[0]
+        part = slice(segment.head, segment.head + budget)
+        segment.head = min(part.stop, len(segment.entries))
+        self._length -= segment.head - part.start
+        if segment.head == len(segment.entries):
+            self._ahead.popleft()
+        origin = segment.origin
+        kept = [
+            (entry, origin + time)
+            for entry, time in zip(segment.entries[part], segment.times[part], strict=True)
+            if last[entry - base] == origin + time
+        ]
+        if not kept:
+            return
+        if not self._passed or not self._passed[-1].takes(kept[-1][1]):
+            self._passed.append(_Segment(kept[0][1]))
+        target = self._passed[-1]
+        target.entries.extend([entry for entry, _ in kept])
+        target.times.extend([time - target.origin for _, time in kept])
+        self._length += len(kept)

@@ -317,6 +317,7 @@ class Handlers:
             )
         hello = requests.hello(raw)
         namespace = self.directory.namespaces.open(hello.descriptor)
+        self.directory.wish_quota(namespace, hello.quota)
         session = None
         if hello.resume is not None:
             session = self.sessions.get(hello.resume.session)
@@ -431,19 +432,20 @@ class Handlers:
         sizes = requests.lengths(length, total)
         statuses, entries, generations = bytearray(), array("I"), array("I")
         for at in range(0, total, SLICE):
-            part, packed = requests.key_slice(keys, at, SLICE)
+            count = min(SLICE, total - at)
             if weights_epoch != session.namespace.weights_epoch:
-                statuses += bytes([ReserveStatus.REFUSED]) * len(part)
-                entries.extend([NO_ENTRY] * len(part))
-                generations.extend([0] * len(part))
+                statuses += bytes([ReserveStatus.REFUSED]) * count
+                entries.extend([NO_ENTRY] * count)
+                generations.extend([0] * count)
             else:
                 part_parents: tuple[bytes, ...]
                 if chain:
                     part_parents = (parents if at == 0 else keys[(at - 1) * KEY_SIZE : at * KEY_SIZE],)
                 else:
-                    part_parents = requests.key_slice(parents, at, SLICE)[0]
+                    part_parents = requests.key_slice(parents, at, SLICE)
                 part_sizes = sizes if type(sizes) is int else sizes[at : at + SLICE]  # type: ignore[index]
-                got = self.directory.reserve(session, part, part_parents, part_sizes, packed)
+                packed = requests.column_slice(keys, at, SLICE)
+                got = self.directory.reserve(session, (), part_parents, part_sizes, packed)
                 if total > SLICE:
                     statuses += got[0]
                     entries += got[1]
@@ -502,9 +504,9 @@ class Handlers:
             if at:
                 yield
                 self._go_on(session, request)
-            part, packed = requests.key_slice(keys, at, SLICE)
+            packed = requests.column_slice(keys, at, SLICE)
             current = weights_epoch == session.namespace.weights_epoch
-            statuses += self.directory.probe(session, part, packed) if current else bytes(len(part))
+            statuses += self.directory.probe(session, (), packed) if current else bytes(len(packed) // KEY_SIZE)
         return [statuses]
 
     def _acquire(self, session: Session, request: int, raw: list[Any]) -> Steps:
@@ -516,17 +518,18 @@ class Handlers:
         statuses: bytes | bytearray = bytearray()
         entries, generations, lengths = array("I"), array("I"), array("Q")
         for at in range(0, total, SLICE):
-            part, packed = requests.key_slice(keys, at, SLICE)
+            count = min(SLICE, total - at)
             current = weights_epoch == session.namespace.weights_epoch
             stopped = leading and at and statuses[-1] != Presence.READY
             if not current or stopped:
-                self.directory.counters["misses"] += len(part)
-                statuses += bytes(len(part))
-                entries.extend([NO_ENTRY] * len(part))
-                generations.extend([0] * len(part))
-                lengths.extend([0] * len(part))
+                self.directory.counters["misses"] += count
+                statuses += bytes(count)
+                entries.extend([NO_ENTRY] * count)
+                generations.extend([0] * count)
+                lengths.extend([0] * count)
             else:
-                got = self.directory.acquire(session, lease, part, leading, packed)
+                packed = requests.column_slice(keys, at, SLICE)
+                got = self.directory.acquire(session, lease, (), leading, packed)
                 if total > SLICE:
                     statuses += got[0]
                     entries += got[1]
@@ -580,7 +583,7 @@ class Handlers:
             if at:
                 yield
                 self._go_on(session, request)
-            part, _ = requests.key_slice(keys, at, DELETE_SLICE)
+            part = requests.key_slice(keys, at, DELETE_SLICE)
             current = weights_epoch == session.namespace.weights_epoch
             statuses += self.directory.delete(session, part) if current else bytes(len(part))
         return [statuses]

@@ -19,6 +19,7 @@ from maru_core.pool_format import (
     DIGEST_SIZE,
     HEADER_BODY,
     HEADER_CHECKSUM_OFFSET,
+    HEADER_KEY_OFFSET,
     HEADER_PREFIX,
     HEADER_SIZE,
     HEADER_VIEW_OFFSET,
@@ -33,6 +34,8 @@ from maru_core.pool_format import (
 _WORDS = HEADER_SIZE // 8
 _NUMBERS = HEADER_SIZE // 4
 _GENERATION = 2
+#: Words per key.
+_KEY_WORDS = KEY_SIZE // 8
 #: Headers that are read at a time.
 _SCANNED = 4096
 _CRC_GAP = bytes(4)
@@ -175,6 +178,20 @@ class HeaderTable:
         generation = self._numbers[at * _NUMBERS + _GENERATION]
         body = HEADER_BODY.pack(State.FREE, generation, 0, 0, 0, bytes(DIGEST_SIZE), 0, NO_KEY, NO_KEY)
         self._bytes[at * HEADER_SIZE : (at + 1) * HEADER_SIZE] = crc32(body).to_bytes(4, "little") + body
+
+    def key(self, entry: int) -> memoryview:
+        """The key in the header of ``entry``, of an object that is there."""
+        at = (entry - self._base) * HEADER_SIZE
+        return self._bytes[at + HEADER_KEY_OFFSET : at + HEADER_SIZE]
+
+    def same_keys(self, entries: slice, packed: bytes) -> bool:
+        """Whether objects in even steps have the keys of the column ``packed``."""
+        first = (entries.start - self._base) * _WORDS + HEADER_KEY_OFFSET // 8
+        end = (entries.stop - self._base) * _WORDS
+        step = entries.step * _WORDS
+        keys, words = memoryview(packed).cast("Q"), self._words
+        # A column of words at a time: comparing whole keys would make an object of each.
+        return all(words[first + at : end : step] == keys[at::_KEY_WORDS] for at in range(_KEY_WORDS))
 
     def release(self) -> None:
         """Let go of the memory, so that the pool can be unmapped."""

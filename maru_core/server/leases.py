@@ -36,10 +36,10 @@ class Leases:
         state = self._objects.state
         return bytes([_ABSENT if entry is None else PRESENCE[state[entry]] for entry in found])
 
-    def acquire(self, session: Session, lease: int, found: list[int | None], leading: bool) -> Acquired:
+    def acquire(self, session: Session, lease: int, found: Sequence[int | None], leading: bool) -> Acquired:
         """:meth:`Directory.acquire` for keys that the index has at ``found``."""
         count = len(found)
-        entries = _column(found) if None not in found else None
+        entries = found if isinstance(found, array) else None
         objects = self._objects
         steps = objects.steps(entries) if entries is not None else None
         if entries is not None and steps is not None and objects.state[steps] == _IS_READY * count:
@@ -51,7 +51,7 @@ class Leases:
                 return _FOUND * count, entries, objects.generation[steps], objects.length[steps]
         return self._acquire_one_by_one(session, lease, found, leading)
 
-    def _acquire_one_by_one(self, session: Session, lease: int, found: list[int | None], leading: bool) -> Acquired:
+    def _acquire_one_by_one(self, session: Session, lease: int, found: Sequence[int | None], leading: bool) -> Acquired:
         count = len(found)
         statuses = bytearray(self.presence(found))
         if leading:
@@ -112,7 +112,9 @@ class Leases:
                 return False
         return True
 
-    def _cut_to_share(self, session: Session, found: list[int | None], statuses: bytearray, leading: bool) -> list[int]:
+    def _cut_to_share(
+        self, session: Session, found: Sequence[int | None], statuses: bytearray, leading: bool
+    ) -> list[int]:
         """Answer BUSY for what is over the session's share; returns what may be leased."""
         leased = list(session.leased_pages)
         hits: list[int] = []
@@ -144,7 +146,7 @@ class Leases:
             for entry in part:
                 readers[entry] += 1
             arena.leased += taken if len(first) == len(part) else objects.pages_of(first)
-            arena.policy.remove(first)
+            arena.tenants.remove(session.namespace.number, first)
 
     def release(self, session: Session, lease: int, limit: int) -> tuple[bool, bool]:
         """:meth:`Directory.release`."""
@@ -189,7 +191,7 @@ class Leases:
             last = [entry for entry in part if not readers[entry]]
             arena.leased -= taken if len(last) == len(part) else objects.pages_of(last)
             ready = [entry for entry in last if state[entry] == READY]
-            arena.policy.add(ready)
+            arena.tenants.add(session.namespace.number, ready)
             if len(ready) != len(last):
                 self._room.free_retired(arena, [entry for entry in last if state[entry] == RETIRING])
 

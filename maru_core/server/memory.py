@@ -23,13 +23,17 @@ _PREFAULT = 1 << 20
 
 @frozen
 class Memory:
-    """What the pools are to be. Sizes in bytes; ``owner``: unique to the runtime folder."""
+    """What the pools are to be. Sizes in bytes; ``owner``: unique to the runtime folder.
+
+    ``lease_share`` and ``namespace_quota`` as in :class:`Directory`.
+    """
 
     sizes: tuple[int, ...]
     granule: int
     path: str | None
     owner: str
     lease_share: float
+    namespace_quota: int | None
 
 
 class Pools:
@@ -73,6 +77,10 @@ class Pools:
                 pool.destroy()
 
 
+def _directory(memory: Memory, pools: Pools, epochs: Mapping[bytes, int]) -> Directory:
+    return Directory(pools.arenas, memory.lease_share, epochs=epochs, namespace_quota=memory.namespace_quota)
+
+
 def start_cold(
     memory: Memory,
     create: Callable[[PoolRequest], Pool],
@@ -91,7 +99,7 @@ def start_cold(
         pools.prefault()
         attempt.pop_all()
     cleanup.callback(pools.close, keep)
-    return Directory(pools.arenas, memory.lease_share, epochs=epochs)
+    return _directory(memory, pools, epochs)
 
 
 def start_warm(
@@ -129,7 +137,7 @@ def start_warm(
         attempt.callback(pools.close, True)
         try:
             pools.add_all(memory, take_over)
-            directory = Directory(pools.arenas, memory.lease_share, epochs=epochs)
+            directory = _directory(memory, pools, epochs)
             for number, record in earlier.items():
                 namespace = directory.namespaces.of_digest(bytes.fromhex(record.digest))
                 sessions.adopt(number, namespace, record, now)

@@ -10,7 +10,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 
-from maru_core.pool_format import NO_KEY, State
+from maru_core.pool_format import KEY_SIZE, State
 from maru_core.protocol.messages import NO_ENTRY
 from maru_core.server.arena import Arena
 
@@ -60,7 +60,8 @@ class Objects:
         self.children = array("I", bytes(4 * total))
         self.parent = array("I", [NO_ENTRY]) * total
         self.parent_generation = array("I", bytes(4 * total))
-        self.key: list[bytes] = [NO_KEY] * total
+        #: Tag of the key (:func:`maru_core.server.index.tags_of`); the key itself is in the header.
+        self.tag = array("I", bytes(4 * total))
 
     def arena_of(self, entry: int) -> Arena:
         """The pool that ``entry`` is in."""
@@ -76,6 +77,16 @@ class Objects:
         for entry in entries:
             groups.setdefault(bisect_right(self._bases, entry) - 1, []).append(entry)
         return [(self.arenas[number], part) for number, part in groups.items()]
+
+    def same_keys(self, entries: Sequence[int], packed: bytes) -> bool:
+        """Whether these objects have these keys, ``packed`` as one column. :class:`~.index.KeyTable`"""
+        found = self.steps(entries) if len(entries) > 1 else None
+        if found is not None:
+            return self.arena_of(entries[0]).headers.same_keys(found, packed)
+        for at, entry in zip(range(0, len(packed), KEY_SIZE), entries, strict=True):
+            if self.arena_of(entry).headers.key(entry) != packed[at : at + KEY_SIZE]:
+                return False
+        return True
 
     def steps(self, entries: Sequence[int]) -> slice | None:
         """The slice that names ``entries``, in this order, in every column; ``None`` when there is none.
@@ -107,7 +118,7 @@ class Objects:
         length = self.length
         return sum(length[found] if found is not None else [length[entry] for entry in entries])
 
-    def fill(self, runs: Sequence[Run], keys: Sequence[bytes], length: int, home: int) -> None:
+    def fill(self, runs: Sequence[Run], tags: array[int], length: int, home: int) -> None:
         """Enter objects that were reserved just now."""
         done = 0
         for _, pages, start, pieces in runs:
@@ -120,7 +131,7 @@ class Objects:
             self.home[first] = array("I", [home]) * pieces
             self.children[first] = array("I", bytes(4 * pieces))
             self.parent[first] = array("I", [NO_ENTRY]) * pieces
-            self.key[first] = keys[done : done + pieces]
+            self.tag[first] = tags[done : done + pieces]
             done += pieces
 
     def link_chain(self, elder: int | None, entries: array[int], generations: array[int]) -> None:
@@ -148,7 +159,7 @@ class Objects:
             previous = entry
 
     def link(
-        self, keys: Sequence[bytes], parents: Sequence[bytes], elders: list[int | None], entries: array[int]
+        self, keys: Sequence[bytes], parents: Sequence[bytes], elders: Sequence[int | None], entries: array[int]
     ) -> None:
         """Tell children from heads. A link leads to an object that was there before its child, so there is no cycle."""
         parent, generation = self.parent, self.generation
@@ -175,4 +186,4 @@ class Objects:
         """``elder`` has a child less, and may be evicted after the last one."""
         self.children[elder] -= 1
         if not self.children[elder]:
-            self.arena_of(elder).policy.unpark(elder)
+            self.arena_of(elder).tenants.unpark(self.home[elder], elder)

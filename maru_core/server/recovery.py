@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from itertools import groupby
 
 from attrs import define
 
@@ -18,6 +19,7 @@ from maru_core.pool_format import State
 from maru_core.protocol.messages import NO_ENTRY
 from maru_core.server.allocator import Allocator
 from maru_core.server.arena import Arena
+from maru_core.server.index import tags_of
 from maru_core.server.namespaces import Namespaces, NamespaceState
 from maru_core.server.objects import READY, RESERVED, RETIRING, Objects
 from maru_core.server.room import Room
@@ -55,9 +57,7 @@ class Recovery:
             self._read(arena)
         self._link()
         for arena in self._objects.arenas:
-            state = self._objects.state
-            # Neither use nor age survived. Of a chain the head lies first, and is worth most.
-            arena.policy.add([entry for entry in range(arena.end - 1, arena.base - 1, -1) if state[entry] == READY])
+            self._order(arena)
         return self._found
 
     def _read(self, arena: Arena) -> None:
@@ -85,7 +85,9 @@ class Recovery:
             objects.tail[behind - 1] = entry
             objects.length[entry] = length
             objects.home[entry] = namespace.number
-            objects.key[entry] = key
+            tags = tags_of(key)
+            objects.tag[entry] = tags[0]
+            namespace.taken[arena.number] += pages
             current = weights_epoch == namespace.weights_epoch and namespace.index.get(key) is None
             if state == RESERVED:
                 self._reserved(arena, entry, namespace, writer, current)
@@ -94,7 +96,7 @@ class Recovery:
             else:
                 self._retiring(arena, entry, state)
             if state != RETIRING and current:
-                namespace.index.put((key,), (entry,), key)
+                namespace.index.put(key, tags, (entry,))
                 self._parents.append((entry, namespace, parent))
         if behind < arena.end:
             gaps.append((behind - arena.base, arena.end - behind))
@@ -128,7 +130,15 @@ class Recovery:
         (session.reserved if current else session.doomed).add(entry)
         arena.reserved += objects.pages[entry]
         session.reserved_pages[arena.number] += objects.pages[entry]
+        namespace.reserved[arena.number] += objects.pages[entry]
         self._found.reserved += 1
+
+    def _order(self, arena: Arena) -> None:
+        """Neither use nor age survived. Of a chain the head lies first, and is worth most."""
+        state, home = self._objects.state, self._objects.home
+        ready = [entry for entry in range(arena.end - 1, arena.base - 1, -1) if state[entry] == READY]
+        for number, entries in groupby(ready, home.__getitem__):
+            arena.tenants.add(number, list(entries))
 
     def _link(self) -> None:
         """Parents by their keys, but no cycle, which keys alone do not rule out: it could never be evicted."""

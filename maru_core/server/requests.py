@@ -111,10 +111,15 @@ def within_limit(count: int) -> int:
     return count
 
 
-def key_slice(blob: bytes, at: int, count: int) -> tuple[tuple[bytes, ...], bytes]:
-    """Keys ``at .. at+count-1`` of a packed column, fewer at its end; and the same as a column."""
-    part = blob[at * KEY_SIZE : (at + count) * KEY_SIZE] if at or len(blob) > count * KEY_SIZE else blob
-    return struct.unpack(_KEY * (len(part) // KEY_SIZE), part), part
+def column_slice(blob: bytes, at: int, count: int) -> bytes:
+    """Keys ``at .. at+count-1`` of a packed column, fewer at its end, as a column."""
+    return blob[at * KEY_SIZE : (at + count) * KEY_SIZE] if at or len(blob) > count * KEY_SIZE else blob
+
+
+def key_slice(blob: bytes, at: int, count: int) -> tuple[bytes, ...]:
+    """The same, key by key."""
+    part = column_slice(blob, at, count)
+    return struct.unpack(_KEY * (len(part) // KEY_SIZE), part)
 
 
 def lengths(value: object, count: int) -> int | array[int]:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Sequence
 
-from maru_core.pool_format import State
+from maru_core.pool_format import KEY_SIZE, State
 from maru_core.protocol.messages import NO_ENTRY, CommitStatus, ReserveStatus
 from maru_core.server.headers import chain_pairs, pairs_of
+from maru_core.server.index import tags_of
 from maru_core.server.objects import FREE, READY, Objects, Postponed
 from maru_core.server.room import Room
 from maru_core.server.sessions import Session
 
 _MAX_GENERATION = 0xFFFF_FFFF
+_KEY = f"{KEY_SIZE}s"
 
 Reserved = tuple[bytearray, "array[int]", "array[int]"]
 
 
+def keys_of(packed: bytes) -> tuple[bytes, ...]:
+    """The keys of a column."""
+    return struct.unpack(_KEY * (len(packed) // KEY_SIZE), packed)
+
+
 class Reservations:
-    """``counters``: stored, aborted, skipped_no_room."""
+    """``counters``: stored, aborted, skipped_no_room, skipped_over_quota."""
 
     def __init__(self, objects: Objects, room: Room, postponed: Postponed, counters: dict[str, int]) -> None:
         self._objects = objects
@@ -35,27 +43,35 @@ class Reservations:
         packed: bytes,
     ) -> Reserved:
         """:meth:`Directory.reserve`; ``packed`` are the keys as one column. The results may not be changed."""
-        count = len(keys)
-        found = session.namespace.index.find(keys, packed)
-        if type(length) is int and found.count(None) == count and len(set(keys)) == count:
-            return self._reserve_new(session, keys, parents, length, packed)
+        count = len(packed) // KEY_SIZE
+        tags = tags_of(packed)
+        found = session.namespace.index.find(packed, tags)
+        if type(length) is int and found.count(None) == count and len(set(tags)) == count:
+            return self._reserve_new(session, parents, length, packed, tags)
+        keys = keys or keys_of(packed)
         if len(parents) == 1:
             parents = (*parents, *keys[:-1])
         statuses = bytearray(count)
         entries = array("I", [NO_ENTRY]) * count
         generations = array("I", bytes(4 * count))
         lengths: Sequence[int] = [length] * count if type(length) is int else length  # type: ignore[assignment]
-        for size, places in self._sort(keys, found, lengths, statuses):
+        for size, places in self._sort(session, keys, found, lengths, statuses):
             part_keys = [keys[at] for at in places]
             part_parents = [parents[at] for at in places] if parents else ()
-            got = self._reserve_new(session, part_keys, part_parents, size, b"".join(part_keys))
+            part = b"".join(part_keys)
+            got = self._reserve_new(session, part_parents, size, part, tags_of(part))
             self._postponed.settle()
             for at, status, entry, generation in zip(places, *got, strict=True):
                 statuses[at], entries[at], generations[at] = status, entry, generation
         return statuses, entries, generations
 
     def _sort(
-        self, keys: Sequence[bytes], found: list[int | None], lengths: Sequence[int], statuses: bytearray
+        self,
+        session: Session,
+        keys: Sequence[bytes],
+        found: Sequence[int | None],
+        lengths: Sequence[int],
+        statuses: bytearray,
     ) -> list[tuple[int, list[int]]]:
         """Answer keys that are there already; returns the places of the others, by neighbours of one length."""
         objects = self._objects
@@ -78,33 +94,34 @@ class Reservations:
                     groups[-1][1].append(at)
                 else:
                     groups.append((size, [at]))
-        for arena, part in objects.by_arena(used):
-            arena.policy.touch(part[::-1])
+        for arena, part in objects.by_arena(list(dict.fromkeys(used))):
+            arena.tenants.touch(session.namespace.number, part[::-1])
         return groups
 
     def _reserve_new(
-        self, session: Session, keys: Sequence[bytes], parents: Sequence[bytes], length: int, packed: bytes
+        self, session: Session, parents: Sequence[bytes], length: int, packed: bytes, tags: array[int]
     ) -> Reserved:
         """Keys that differ and are not in the index, all of one length."""
-        count = len(keys)
+        count = len(tags)
         if not self._room.fits(length):
             nowhere = array("I", [NO_ENTRY]) * count
             return bytearray([ReserveStatus.REFUSED]) * count, nowhere, array("I", bytes(4 * count))
         objects, namespace = self._objects, session.namespace
         index = namespace.index
         chain = len(parents) == 1
-        if not chain and parents and parents[1:] == keys[:-1]:
+        keys: Sequence[bytes] = () if chain else keys_of(packed)
+        if not chain and parents and tuple(parents[1:]) == keys[:-1]:
             chain, parents = True, parents[:1]
         # A parent must not be evicted to make room for its own child, so it counts the child before there is room. In
         # a chain only the first parent can be an object that exists.
-        elders = [index.get(parents[0])] if chain else index.find(parents)
+        elders = [index.get(parents[0])] if chain else index.find(column := b"".join(parents), tags_of(column))
         held = [entry for entry in elders if entry is not None]
         for entry in held:
             objects.children[entry] += 1
         pairs = chain_pairs(parents[0], packed) if chain else pairs_of(parents, keys)
         entries, generations = array("I"), array("I")
         done = 0
-        runs = self._room.allocate(length, count)
+        runs, over_quota = self._room.allocate(namespace, length, count)
         for arena, pages, start, pieces in runs:
             taken = pieces * pages
             first = slice(start, start + taken, pages)
@@ -126,13 +143,15 @@ class Reservations:
             )
             arena.reserved += taken
             session.reserved_pages[arena.number] += taken
+            namespace.taken[arena.number] += taken
+            namespace.reserved[arena.number] += taken
             entries += objects.entry[first]
             generations += fresh
             done += pieces
 
         def enter() -> None:
-            objects.fill(runs, keys, length, namespace.number)
-            index.put(keys, entries, packed)
+            objects.fill(runs, tags, length, namespace.number)
+            index.put(packed, tags, entries)
             session.reserved.update(entries)
             if chain:
                 objects.link_chain(elders[0], entries, generations)
@@ -145,7 +164,8 @@ class Reservations:
         if done == count:
             return bytearray(count), entries, generations
         missing = count - done
-        self._counters["skipped_no_room"] += missing
+        self._counters["skipped_over_quota"] += over_quota
+        self._counters["skipped_no_room"] += missing - over_quota
         return (
             bytearray(done) + bytearray([ReserveStatus.NO_ROOM]) * missing,
             entries + array("I", [NO_ENTRY]) * missing,
@@ -199,15 +219,16 @@ class Reservations:
                 state[entry] = READY
 
         def account() -> None:
+            namespace = session.namespace
             for arena, part in objects.by_arena(entries):
                 taken = objects.pages_of(part)
                 arena.reserved -= taken
+                namespace.reserved[arena.number] -= taken
                 session.reserved_pages[arena.number] -= taken
                 arena.used += taken
                 arena.objects += len(part)
-                arena.policy.add(part[::-1])
+                arena.tenants.add(namespace.number, part[::-1])
             session.reserved.difference_update(entries)
-            namespace = session.namespace
             namespace.objects += len(entries)
             namespace.stored_bytes += objects.length_of(entries)
             self._counters["stored"] += len(entries)
@@ -256,14 +277,16 @@ class Reservations:
         return header is not None and header.session == session.id
 
     def _free(self, session: Session, entries: list[int]) -> None:
-        objects = self._objects
+        objects, namespace = self._objects, session.namespace
         for arena, part in objects.by_arena(entries):
             arena.headers.change_state(part, State.RESERVED, State.FREE)
             for entry in part:
-                session.namespace.forget(objects.key[entry], entry)
+                namespace.forget(objects.tag[entry], entry)
                 objects.unlink(entry)
                 pages = objects.pages[entry]
                 arena.reserved -= pages
+                namespace.taken[arena.number] -= pages
+                namespace.reserved[arena.number] -= pages
                 session.reserved_pages[arena.number] -= pages
                 objects.state[entry] = FREE
                 arena.free.give(entry - arena.base, pages)

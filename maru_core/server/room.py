@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from maru_core.pool_format import State
 from maru_core.protocol.messages import NO_ENTRY
 from maru_core.server.arena import Arena
-from maru_core.server.namespaces import Namespaces
+from maru_core.server.namespaces import Namespaces, NamespaceState
 from maru_core.server.objects import FREE, READY, RETIRING, Objects, Run
 
 #: Victims that may be evicted one after the other without making room for one object before it is skipped.
@@ -51,13 +51,29 @@ class Room:
         self._kept: list[int] = []
         #: Length in bytes and number of the objects that room is made ahead for; none when there is nothing to do.
         self._ahead = (0, 0)
+        #: Namespaces that took more than their quota before it was lowered.
+        self._over: list[NamespaceState] = []
 
     def fits(self, length: int) -> bool:
         """Whether an object of ``length`` bytes can be in some pool at all, and be read from there."""
         return 0 < length <= self._longest
 
-    def allocate(self, length: int, count: int) -> list[Run]:
-        """Room for ``count`` objects, or for fewer when nothing more can be evicted."""
+    def review(self, namespace: NamespaceState) -> None:
+        """The quota of ``namespace`` has changed."""
+        if namespace not in self._over:
+            self._over.append(namespace)
+
+    def allocate(self, namespace: NamespaceState, length: int, count: int) -> tuple[list[Run], int]:
+        """Room for ``count`` objects, or for fewer when nothing more can be evicted.
+
+        Also returns for how many objects there is none because of the namespace's quota.
+        """
+        over_quota = 0
+        if namespace.quota is not None:
+            wanted, count = count, self._within_quota(namespace, namespace.quota, length, count)
+            over_quota = wanted - count
+            if not count:
+                return [], over_quota
         self._ahead = (length, count)
         runs: list[Run] = []
         for arena in self._arenas:
@@ -66,9 +82,9 @@ class Room:
                 runs.append((arena, pages, start + arena.base, pieces))
                 count -= pieces
             if not count:
-                return runs
+                return runs, over_quota
         if self.frozen:
-            return runs
+            return runs, over_quota
         for arena in self._arenas:
             pages = arena.pages_for(length)
             evicted: list[int] = []
@@ -77,7 +93,7 @@ class Room:
                     runs.append((arena, pages, start + arena.base, pieces))
                     count -= pieces
             self._mark_free(arena, evicted, [run for run in runs if run[0] is arena])
-        return runs
+        return runs, over_quota
 
     def is_short(self) -> bool:
         """Whether there is less room than :meth:`make_ahead` wants, and it did not yet find that it can make none."""
@@ -112,18 +128,18 @@ class Room:
 
         Other victims are left to :meth:`allocate`, which knows what it needs. Returns whether there was a victim.
         """
-        victims = arena.policy.pop(min(missing // pages, _AHEAD_BATCH))
+        tenant, victims = self._victims(arena, min(missing // pages, _AHEAD_BATCH))
         if self._evict_tail(arena, victims, pages, missing):
             return True
         objects = self._objects
         fitting: list[int] = []
         for at, victim in enumerate(victims):
             if objects.children[victim]:
-                arena.policy.park(victim)
+                arena.tenants.park(tenant, victim)
                 continue
             size = objects.pages[victim]
             if not pages <= size <= missing:
-                arena.policy.put_back(victims[at:])
+                arena.tenants.put_back(tenant, victims[at:])
                 victims = fitting
                 break
             objects.unlink(victim)
@@ -144,21 +160,20 @@ class Room:
         steps = objects.steps(entries)
         if steps is None or not pages <= steps.step <= missing // count:
             return False
-        homes = objects.home[steps]
         if (
             objects.pages[steps] != array("I", [steps.step]) * count
             or objects.children[steps] != array("I", [1]) * (count - 1) + array("I", [0])
             or objects.parent[steps][1:] != entries[:-1]
             or objects.parent_generation[steps][1:] != objects.generation[steps][:-1]
-            or homes != homes[:1] * count
         ):
             return False
         objects.unlink(entries[0])
         objects.parent[steps] = array("I", [NO_ENTRY]) * count
         objects.children[steps] = array("I", [0]) * count
         objects.state[steps] = bytes([FREE]) * count
-        namespace = self._namespaces.by_number[homes[0]]
-        namespace.forget_all(objects.key[steps], entries)
+        namespace = self._namespaces.by_number[objects.home[entries[0]]]
+        namespace.forget_all(objects.tag[steps], entries)
+        namespace.taken[arena.number] -= steps.step * count
         namespace.objects -= count
         namespace.stored_bytes -= sum(objects.length[steps])
         arena.objects -= count
@@ -177,10 +192,10 @@ class Room:
             objects.state[entry] = RETIRING
             arena.headers.change_state([entry], State.READY, State.RETIRING)
             if not objects.readers[entry]:
-                arena.policy.remove((entry,))
+                arena.tenants.remove(objects.home[entry], (entry,))
                 self._kept.append(entry)
             return
-        arena.policy.remove((entry,))
+        arena.tenants.remove(objects.home[entry], (entry,))
         arena.headers.change_state([entry], State.READY, State.FREE)
         self._give(arena, entry)
 
@@ -214,13 +229,13 @@ class Room:
         made = fruitless = 0
         children, sizes = self._objects.children, self._objects.pages
         while made < wanted and fruitless < _MAX_FRUITLESS:
-            victims = arena.policy.pop(wanted - made)
+            tenant, victims = self._victims(arena, wanted - made)
             if not victims:
                 break
             fitting: list[int] = []
             for at, victim in enumerate(victims):
                 if children[victim]:
-                    arena.policy.park(victim)
+                    arena.tenants.park(tenant, victim)
                     continue
                 if sizes[victim] >= pages:
                     self._objects.unlink(victim)
@@ -233,29 +248,68 @@ class Room:
                     else:
                         fruitless += 1
                 if made >= wanted or fruitless >= _MAX_FRUITLESS:
-                    arena.policy.put_back(victims[at + 1 :])
+                    arena.tenants.put_back(tenant, victims[at + 1 :])
                     break
             self._evict_all(arena, fitting, evicted)
         return made > 0
 
+    def _victims(self, arena: Arena, count: int) -> tuple[int, list[int]]:
+        """A namespace, and at most ``count`` of its objects that are worth less than all others of the pool."""
+        for namespace in tuple(self._over):
+            if namespace.quota is None or self._bytes_of(namespace) <= namespace.quota:
+                self._over.remove(namespace)
+                continue
+            victims = arena.tenants.pop_of(namespace.number, count)
+            if victims:
+                return namespace.number, victims
+        return arena.tenants.pop(count)
+
+    def _bytes_of(self, namespace: NamespaceState) -> int:
+        """Bytes of the granules that ``namespace`` has taken."""
+        return sum([pages * arena.granule for pages, arena in zip(namespace.taken, self._arenas, strict=True)])
+
+    def _within_quota(self, namespace: NamespaceState, quota: int, length: int, count: int) -> int:
+        """For how many of ``count`` objects the quota has room, after evicting objects of the namespace itself."""
+        size = self._arenas[0].pages_for(length) * self._arenas[0].granule
+        count = min(count, quota // size)
+        for arena in () if self.frozen else self._arenas:
+            evicted: list[int] = []
+            while (excess := self._bytes_of(namespace) + count * size - quota) > 0:
+                if not self._evict_of(namespace, arena, -(-excess // arena.granule), evicted):
+                    break
+            self._mark_free(arena, evicted, ())
+        return max(0, min(count, (quota - self._bytes_of(namespace)) // size))
+
+    def _evict_of(self, namespace: NamespaceState, arena: Arena, pages: int, evicted: list[int]) -> bool:
+        """Evict a batch of objects of ``namespace``, ``pages`` granules at best; whether there was a victim."""
+        objects = self._objects
+        victims = arena.tenants.pop_of(namespace.number, min(pages, _BATCH))
+        fitting: list[int] = []
+        for at, victim in enumerate(victims):
+            if pages <= 0:
+                arena.tenants.put_back(namespace.number, victims[at:])
+                break
+            if objects.children[victim]:
+                arena.tenants.park(namespace.number, victim)
+                continue
+            objects.unlink(victim)
+            fitting.append(victim)
+            pages -= objects.pages[victim]
+        self._evict_all(arena, fitting, evicted)
+        return bool(victims)
+
     def _evict_all(self, arena: Arena, victims: list[int], evicted: list[int]) -> None:
-        """Drop objects that the policy does not hold any more and that are unlinked already."""
+        """Drop objects of one namespace that its policy does not hold any more and that are unlinked already."""
         if not victims:
             return
         objects = self._objects
-        state, keys, pages, home, length = objects.state, objects.key, objects.pages, objects.home, objects.length
-        by_number = self._namespaces.by_number
-        number, namespace = -1, None
+        state, tags, pages, length = objects.state, objects.tag, objects.pages, objects.length
+        namespace = self._namespaces.by_number[objects.home[victims[0]]]
+        namespace.forget_all([tags[entry] for entry in victims], victims)
+        namespace.objects -= len(victims)
+        namespace.stored_bytes -= sum([length[entry] for entry in victims])
+        namespace.taken[arena.number] -= sum([pages[entry] for entry in victims])
         for entry in victims:
-            if home[entry] != number:
-                number = home[entry]
-                namespace = by_number[number]
-                index = namespace.index
-            key = keys[entry]
-            if not index.remove(key, entry):
-                namespace.forget(key, entry)  # type: ignore[union-attr]
-            namespace.objects -= 1  # type: ignore[union-attr]
-            namespace.stored_bytes -= length[entry]  # type: ignore[union-attr]
             state[entry] = FREE
         evicted += victims
         arena.objects -= len(victims)
@@ -308,8 +362,8 @@ class Room:
             left -= gap
         if right - left < pages:
             return False
-        arena.policy.remove(plan)
         for entry in plan:
+            arena.tenants.remove(objects.home[entry], (entry,))
             self._evict(arena, entry, evicted)
         return True
 
@@ -320,7 +374,7 @@ class Room:
     def _hide(self, arena: Arena, entry: int) -> None:
         objects = self._objects
         namespace = self._namespaces.by_number[objects.home[entry]]
-        namespace.forget(objects.key[entry], entry)
+        namespace.forget(objects.tag[entry], entry)
         namespace.objects -= 1
         namespace.stored_bytes -= objects.length[entry]
         arena.objects -= 1
@@ -332,6 +386,7 @@ class Room:
         objects.state[entry] = FREE
         pages = objects.pages[entry]
         arena.used -= pages
+        self._namespaces.by_number[objects.home[entry]].taken[arena.number] -= pages
         start, size = arena.free.give(entry - arena.base, pages)
         return start + arena.base, size
 

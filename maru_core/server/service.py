@@ -38,7 +38,8 @@ class ServerSettings:
     ``url`` ``None``: the socket of the runtime folder. ``runtime_dir`` ``None``: the per-user folder. ``idle_exit``
     ``None``: serve until stopped. ``lease_share``: the part of a pool that one session may lease. ``keep_pools``: leave
     the pools in memory at the end, for the next server of this folder. ``dma_grace``: how long devices of a client that
-    died may still move bytes.
+    died may still move bytes. ``namespace_quota``: the most that a namespace may take of all pools, unless the operator
+    sets another quota for it.
     """
 
     pool_sizes: tuple[int, ...]
@@ -50,6 +51,7 @@ class ServerSettings:
     lease_share: float = 0.5
     keep_pools: bool = False
     dma_grace: float = 1.0
+    namespace_quota: int | None = None
 
 
 def run_server(
@@ -75,7 +77,14 @@ def run_server(
         weights = WeightsFile(runtime.weights)
         epochs = weights.load()
         _allow_many_sessions()
-        memory = Memory(settings.pool_sizes, settings.granule, settings.pool_path, runtime.owner, settings.lease_share)
+        memory = Memory(
+            settings.pool_sizes,
+            settings.granule,
+            settings.pool_path,
+            runtime.owner,
+            settings.lease_share,
+            settings.namespace_quota,
+        )
         sessions = SessionRegistry(len(settings.pool_sizes), lambda: secrets.randbits(63))
         keep, now = settings.keep_pools, time.monotonic()
         directory = start_warm(memory, backend.adopt_pool, epochs, keep, cleanup, earlier, sessions, now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -15,6 +15,7 @@ MAX_LISTED = 100
 
 def collect(server: Mapping[str, Any], directory: Directory, sessions: SessionRegistry) -> dict[str, Any]:
     """The map of STATS; amounts in bytes, rounded up to granules. O(pools + listed namespaces + silent sessions)."""
+    granules = [arena.granule for arena in directory.arenas]
     pools = []
     for arena in directory.arenas:
         quarantined = sum(session.reserved_pages[arena.number] for session in sessions.silent.values())
@@ -44,8 +45,15 @@ def collect(server: Mapping[str, Any], directory: Directory, sessions: SessionRe
                 "digest": namespace.digest.hex(),
                 "objects": namespace.objects,
                 "bytes": namespace.stored_bytes,
+                "used": _bytes(namespace.taken, granules) - _bytes(namespace.reserved, granules),
+                "reserved": _bytes(namespace.reserved, granules),
+                "quota": namespace.quota,
                 "weights_epoch": namespace.weights_epoch,
             }
             for namespace in islice(directory.namespaces, MAX_LISTED)
         ],
     }
+
+
+def _bytes(pages: Sequence[int], granules: Sequence[int]) -> int:
+    return sum([count * granule for count, granule in zip(pages, granules, strict=True)])

@@ -120,6 +120,7 @@ def main() -> int:
     parser.add_argument("--keep-pools", action="store_true")
     parser.add_argument("--dma-grace", type=float, default=1.0)
     parser.add_argument("--lease-share", type=float, default=0.5)
+    parser.add_argument("--namespace-quota", type=int)
     options = parser.parse_args()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     settings = ServerSettings(
@@ -132,6 +133,7 @@ def main() -> int:
         options.lease_share,
         options.keep_pools,
         options.dma_grace,
+        options.namespace_quota,
     )
     try:
         run_server(settings, FileBackend(), ready=lambda address: print(address, flush=True))

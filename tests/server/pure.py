@@ -10,6 +10,7 @@ from maru_core.pool_format import HEADER_SIZE, State
 from maru_core.protocol.messages import NO_ENTRY, PoolDescriptor
 from maru_core.server.arena import Arena
 from maru_core.server.directory import Directory
+from maru_core.server.index import tags_of
 from maru_core.server.liveness import SessionRecord
 from maru_core.server.namespaces import NamespaceState
 from maru_core.server.sessions import Session, SessionRegistry
@@ -30,14 +31,19 @@ class World:
     ahead: float = 0.01
 
     @classmethod
-    def of(cls, *counts: int, share: float = 1.0, ahead: float = 0.01) -> World:
-        return cls.over([bytearray(count * HEADER_SIZE) for count in counts], share, ahead)
+    def of(cls, *counts: int, share: float = 1.0, ahead: float = 0.01, quota: int | None = None) -> World:
+        return cls.over([bytearray(count * HEADER_SIZE) for count in counts], share, ahead, quota=quota)
 
     @classmethod
     def over(
-        cls, tables: list[bytearray], share: float = 1.0, ahead: float = 0.01, epochs: Epochs | None = None
+        cls,
+        tables: list[bytearray],
+        share: float = 1.0,
+        ahead: float = 0.01,
+        epochs: Epochs | None = None,
+        quota: int | None = None,
     ) -> World:
-        """Over header tables that exist; empty until it recovers what they say."""
+        """Over header tables that exist; empty until it recovers what they say. ``quota`` of any namespace."""
         arenas, base = [], 0
         for number, table in enumerate(tables):
             count = len(table) // HEADER_SIZE
@@ -45,7 +51,7 @@ class World:
             arenas.append(Arena.of(number, descriptor, memoryview(table)))
             base += count
         numbers = iter(range(1, 1 << 30))
-        directory = Directory(arenas, share, ahead, epochs)
+        directory = Directory(arenas, share, ahead, epochs, quota)
         return cls(directory, SessionRegistry(len(tables), lambda: next(numbers)), tables, share, ahead)
 
     def reborn(self, epochs: Epochs | None = None, tables: list[bytearray] | None = None) -> World:
@@ -70,10 +76,9 @@ class World:
         self.directory.settle()
         objects = self.directory.objects
         return {
-            (namespace.digest, key): (entry, objects.generation[entry])
+            (namespace.digest, bytes(objects.arena_of(entry).headers.key(entry))): (entry, objects.generation[entry])
             for namespace in self.directory.namespaces
-            for shard in namespace.index._shards
-            for key, entry in shard.items()
+            for entry in namespace.index
             if objects.state[entry] == State.READY
         }
 
@@ -116,7 +121,7 @@ class World:
                 assert header is not None, "a header is torn"
                 assert header.state == state
                 assert header.generation == directory.objects.generation[entry] > 0
-                assert header.key == directory.objects.key[entry]
+                assert tags_of(header.key).tolist() == [directory.objects.tag[entry]]
                 assert header.length == directory.objects.length[entry]
                 pages = directory.objects.pages[entry]
                 reserved += pages * (state == State.RESERVED)
@@ -143,24 +148,38 @@ class World:
             assert all(directory.objects.state[entry] in (State.READY, State.RETIRING) for entry in session.held)
         self.check_indexes()
         self.check_children()
+        self.check_shares()
 
     def check_indexes(self) -> None:
         directory = self.directory
         for namespace in directory.namespaces:
             ready = bytes_ready = 0
-            for shard in namespace.index._shards:
-                for key, entry in shard.items():
-                    assert directory.objects.key[entry] == key
-                    assert directory.objects.state[entry] in (State.RESERVED, State.READY)
-                    arena = next(a for a in directory.arenas if a.base <= entry < a.end)
-                    header = arena.headers.read(entry)
-                    assert header is not None
-                    assert header.digest == namespace.digest
-                    if directory.objects.state[entry] == State.READY:
-                        ready += 1
-                        bytes_ready += directory.objects.length[entry]
+            for entry in namespace.index:
+                assert directory.objects.state[entry] in (State.RESERVED, State.READY)
+                arena = next(a for a in directory.arenas if a.base <= entry < a.end)
+                header = arena.headers.read(entry)
+                assert header is not None
+                assert header.digest == namespace.digest
+                assert namespace.index.get(header.key) == entry
+                if directory.objects.state[entry] == State.READY:
+                    ready += 1
+                    bytes_ready += directory.objects.length[entry]
             if not namespace.draining:
                 assert (ready, bytes_ready) == (namespace.objects, namespace.stored_bytes)
+
+    def check_shares(self) -> None:
+        """What each namespace takes; objects that are gone from its index but not yet from the pool included."""
+        objects = self.directory.objects
+        for namespace in self.directory.namespaces:
+            for arena in self.directory.arenas:
+                mine = [
+                    entry
+                    for entry in range(arena.base, arena.end)
+                    if objects.state[entry] != State.FREE and objects.home[entry] == namespace.number
+                ]
+                assert namespace.taken[arena.number] == sum(objects.pages[entry] for entry in mine)
+                reserved = [entry for entry in mine if objects.state[entry] == State.RESERVED]
+                assert namespace.reserved[arena.number] == sum(objects.pages[entry] for entry in reserved)
 
     def check_children(self) -> None:
         objects = self.directory.objects

@@ -88,9 +88,10 @@ class RawClient:
         proof: bool = True,
         resume: list[Any] | None = None,
         dma: bool = False,
+        quota: int = 0,
     ) -> RawClient:
         who = [os.getpid(), "host", "raw"]
-        request = self.send(Op.HELLO, PROTOCOL_VERSION, "client", who, namespace, 0, resume or [])
+        request = self.send(Op.HELLO, PROTOCOL_VERSION, "client", who, namespace, quota, resume or [])
         reply = self.receive()
         assert reply[0] == request, reply
         if reply[2] != Code.OK:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from maru_core.server.eviction import LeastRecentlyUsed
+from maru_core.server.eviction import least_recently_used
+from maru_core.server.tenants import Tenants
 
 STEP = st.tuples(st.sampled_from(["add", "touch", "remove", "pop", "return", "park", "unpark"]), st.integers(0, 9))
 
@@ -13,7 +16,7 @@ STEP = st.tuples(st.sampled_from(["add", "touch", "remove", "pop", "return", "pa
 @settings(max_examples=300, deadline=None)
 @given(st.lists(STEP, min_size=10, max_size=60))
 def test_victims_come_coldest_first(steps):
-    policy = LeastRecentlyUsed()
+    policy = least_recently_used(0, 10)()
     order: list[int] = []
     parked: list[int] = []
     for what, entry in steps:
@@ -48,10 +51,152 @@ def test_victims_come_coldest_first(steps):
 
 
 def test_an_object_that_was_used_since_it_was_queued_is_not_cold():
-    policy = LeastRecentlyUsed()
+    policy = least_recently_used(0, 10)()
     policy.add([0, 1, 2, 3])
     assert policy.pop(1) == [0]
     policy.touch([1])
     policy.remove([2])
     policy.add([2])
     assert policy.pop(9) == [3, 1, 2]
+
+
+def contents(policy) -> int:
+    """Items that the queue has, stale ones included."""
+    return sum(len(segment.entries) - segment.head for segment in [*policy._passed, *policy._ahead])
+
+
+def test_a_queue_of_objects_that_are_used_again_and_again_stays_short_and_in_order():
+    count = 20_000
+    policy = least_recently_used(100, count)()
+    order: dict[int, None] = {}
+    rng = random.Random(7)
+    for first in range(100, 100 + count, 50):
+        policy.add(range(first, first + 50))
+        order.update(dict.fromkeys(range(first, first + 50)))
+    for _ in range(3000):
+        first = rng.randrange(100, 100 + count - 50)
+        used = list(range(first, first + rng.choice([1, 7, 50])))
+        policy.touch(used)
+        for entry in used:
+            del order[entry]
+            order[entry] = None
+        assert contents(policy) == policy._length <= 2 * count + 5 * 1024
+    gone = list(order)[::3]
+    policy.remove(gone)
+    for entry in gone:
+        del order[entry]
+    assert policy.pop(5000) == list(order)[:5000]
+    assert policy.pop(count) == list(order)[5000:]
+    assert policy.coldest() is None
+
+
+def test_closing_gaps_never_takes_long():
+    """Every object of many is used again: no call may work on all of them."""
+    count = 100_000
+    policy = least_recently_used(0, count)()
+    touched = 0
+    close, longest = policy._close_gaps, 0
+
+    def watch(budget: int) -> None:
+        nonlocal longest
+        longest = max(longest, budget)
+        close(budget)
+
+    policy._close_gaps = watch
+    for _ in range(4):
+        for first in range(0, count, 64):
+            policy.touch(range(first, min(first + 64, count)))
+            touched += 64
+    assert 0 < longest <= 256
+    assert policy.pop(count) == list(range(count))
+
+
+def test_a_hand_over_segments_keeps_times_that_differ_by_much():
+    new = least_recently_used(0, 8192)
+    policy = new()
+    policy._uses.now = 0
+    policy.add(range(4))
+    policy._uses.now = 1 << 40
+    for first in range(4, 8192, 4):
+        policy.add(range(first, first + 4))
+    policy.remove(range(4, 8192, 2))
+    for _ in range(100):
+        policy._close_gaps(1024)
+    assert policy.coldest() == 2
+    assert policy.pop(8192) == [0, 1, 2, 3, *range(5, 8192, 2)]
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["add", "touch", "remove", "pop", "return", "park", "unpark"]), st.integers(0, 19)),
+    min_size=10,
+    max_size=60,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(STEPS)
+def test_namespaces_lose_what_was_used_longest_ago_in_any_of_them(steps):
+    """Objects 0 .. 19, whose namespace is their number modulo 4, against one list for all."""
+    tenants = Tenants(least_recently_used(0, 20))
+    order: list[int] = []
+    parked: dict[int, list[int]] = {}
+    for what, entry in steps:
+        namespace = entry % 4
+        if what == "add" and entry not in order and entry not in parked:
+            tenants.add(namespace, [entry])
+            order.append(entry)
+        elif what == "touch" and entry in order:
+            tenants.touch(namespace, [entry])
+            order = [item for item in order if item != entry] + [entry]
+        elif what == "remove" and entry not in parked:
+            tenants.remove(namespace, [entry])
+            order = [item for item in order if item != entry]
+        elif what in ("pop", "return", "park"):
+            tenant, victims = tenants.pop(3)
+            assert victims == order[: len(victims)]
+            assert bool(victims) == bool(order)
+            assert all(victim % 4 == tenant for victim in victims)
+            if what == "return":
+                tenants.put_back(tenant, victims)
+            elif what == "park" and victims:
+                tenants.park(tenant, victims[0])
+                tenants.put_back(tenant, victims[1:])
+                parked[order.pop(0)] = []
+            else:
+                del order[: len(victims)]
+        elif what == "unpark" and entry in parked:
+            tenants.unpark(namespace, entry)
+            del parked[entry]
+            order.insert(0, entry)
+    rest: list[int] = []
+    while victims := tenants.pop(5)[1]:
+        rest += victims
+    assert sorted(rest) == sorted(order)
+
+
+def test_the_order_over_many_namespaces_is_exact():
+    tenants = Tenants(least_recently_used(0, 6000))
+    for entry in range(6000):
+        tenants.add(entry % 1500, [entry])
+    tenants.touch(3, [3])
+    tenants.remove(4, [4])
+    expected = [entry for entry in range(6000) if entry not in (3, 4)] + [3]
+    got: list[int] = []
+    while victims := tenants.pop(64)[1]:
+        got += victims
+    assert got == expected
+
+
+def test_a_namespace_that_comes_back_is_asked_again():
+    tenants = Tenants(least_recently_used(0, 10))
+    tenants.add(0, [0])
+    tenants.add(1, [1])
+    assert [tenants.pop(1)[1], tenants.pop(1)[1], tenants.pop(1)[1]] == [[0], [1], []]
+    tenants.add(1, [1])
+    assert tenants.pop(9) == (1, [1])
+    tenants.forget(1)
+    tenants.add(0, [2])
+    tenants.add(0, [3])
+    tenants.add(2, [4])
+    tenants.touch(0, [2])
+    assert [tenants.pop(9), tenants.pop(9), tenants.pop(9)] == [(0, [3]), (2, [4]), (0, [2])]
