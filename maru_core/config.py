@@ -175,7 +175,10 @@ class MaruConfig:
     )
     storage_backend: str = _setting("cpu", NAME, "Kind of memory that pools are made of, by plugin name.")
     pool_size: int = _setting(
-        "4G", POOL_SIZE, "Size of the pool, per host, headers included; counts when this engine starts the server."
+        "4G",
+        POOL_SIZE,
+        "Size of the pool, per host, headers included, when this engine starts the server. Otherwise the most that the "
+        "namespace may take of the pool that is there: the largest value among its engines counts.",
     )
     pool_path: str | None = _setting(
         None, PATH, "Where the backend puts pools: for `cpu` a folder (tmpfs, hugetlbfs). Not set: `/dev/shm`."

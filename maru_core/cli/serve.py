@@ -10,10 +10,11 @@ from maru_core import logs
 from maru_core.cli.common import fail, settings, where
 from maru_core.client.bootstrap import DEFAULT_GRANULE, EXIT_TAKEN
 from maru_core.config import PluginSettings
-from maru_core.errors import MaruError
+from maru_core.errors import ConfigError, MaruError
 from maru_core.host import PluginHost
 from maru_core.runtime_dir import AlreadyRunning
 from maru_core.server.service import ServerSettings, run_server
+from maru_core.sizes import parse_size
 
 #: Exit code of any failure to start but that another server has the folder.
 EXIT_FAILED = 1
@@ -29,6 +30,7 @@ EXIT_FAILED = 1
 @click.option("--lease-share", metavar="FRACTION", help="Most of a pool that one session may lease. [default: 0.5]")
 @click.option("--keep-pools", is_flag=True, help="Leave the pools in memory at the end, for the next server.")
 @click.option("--dma-grace", metavar="SECONDS", help="How long devices of a dead client may move bytes. [default: 1]")
+@click.option("--namespace-quota", metavar="SIZE", help="Most that one namespace may take. [default: all pools]")
 @click.option("--log-level", default="info", show_default=True, type=click.Choice(logs.LEVELS))
 @click.option("--log-json", is_flag=True, help="Log one JSON object per line.")
 @click.option("--report-fd", type=int, hidden=True, help="Descriptor that gets the exit code when the start fails.")
@@ -43,6 +45,7 @@ def serve(
     lease_share: str | None,
     keep_pools: bool,
     dma_grace: str | None,
+    namespace_quota: str | None,
     log_level: str,
     log_json: bool,
     report_fd: int | None,
@@ -67,6 +70,7 @@ def serve(
             size = settings({"pool_size": pool_size}).pool_size
         else:
             size = config.pool_size_of(config.storage_backend)
+        quota = None if namespace_quota is None else _quota(namespace_quota)
         # The setting is for servers that `auto` starts; one that an operator starts stays until told otherwise.
         idle = config.idle_exit if idle_exit is not None else 0.0
         host = PluginHost.discover(PluginSettings.from_environ(os.environ))
@@ -81,6 +85,7 @@ def serve(
                 lease_share=config.lease_share,
                 keep_pools=keep_pools,
                 dma_grace=config.dma_grace,
+                namespace_quota=quota,
             ),
             host.backend(config.storage_backend),
         )
@@ -89,3 +94,10 @@ def serve(
         if report_fd is not None:
             os.write(report_fd, bytes([code]))
         fail(error, code)
+
+
+def _quota(text: str) -> int:
+    try:
+        return parse_size(text)
+    except (ValueError, OverflowError):
+        raise ConfigError(f"--namespace-quota is {text!r}; expected a size such as 4G or 500M") from None

@@ -70,10 +70,12 @@ def describe(address: str, stats: Mapping[str, Any]) -> Iterable[str]:
     yield ""
     yield f"hit rate {counters.get('hits', 0) / asked:.1%} of {asked} keys" if asked else "no key was looked up yet"
     yield ", ".join(f"{name} {value}" for name, value in counters.items())
-    rows = [["namespace", "objects", "bytes", "weights epoch"]]
+    rows = [["namespace", "objects", "bytes", "used", "reserved", "quota", "weights epoch"]]
     for namespace in stats.get("namespaces", []):
-        size = format_size(namespace["bytes"])
-        rows.append([namespace["digest"], str(namespace["objects"]), size, str(namespace["weights_epoch"])])
+        sizes = [format_size(namespace[column]) for column in ("bytes", "used", "reserved")]
+        quota = namespace["quota"]
+        sizes.append("-" if quota is None else format_size(quota))
+        rows.append([namespace["digest"], str(namespace["objects"]), *sizes, str(namespace["weights_epoch"])])
     if len(rows) > 1:
         yield ""
         yield from _table(rows)

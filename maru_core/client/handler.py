@@ -252,6 +252,8 @@ class _Opener:
             dma=self._dma,
             previous=previous,
             held=link.holdings.seal(),
+            # Not only when somebody else started the server: the server sees no limit in what is not below its pool.
+            quota=self._config.pool_size_of(self._config.storage_backend),
         )
         resumed = previous is not None and previous.id == session.id
         try:
@@ -286,13 +288,20 @@ class _Opener:
             current = reached
 
     def _tell_sizes(self, session: Session) -> None:
-        if self._told or self._config.server_url != "auto":
+        if self._told:
             return
         self._told = True
         for pool in session.pools:
             wanted = self._config.pool_size_of(pool.backend)
             # Backends round down to whole pages.
-            if abs(pool.size - wanted) >= _PAGE:
+            if pool.size - wanted >= _PAGE:
+                self._log.warning(
+                    "the server's pool is larger than maru_pool_size, which is the quota of this engine's namespace",
+                    pool_size=pool.size,
+                    quota=wanted,
+                    server_pid=session.server_pid,
+                )
+            elif wanted - pool.size >= _PAGE and self._config.server_url == "auto":
                 self._log.warning(
                     "the server's pool has another size than this engine asks for; the first engine's counts",
                     pool_size=pool.size,

@@ -112,19 +112,20 @@ def open_session(
     role: str,
     name: str,
     descriptor: bytes,
+    quota: int = 0,
     dma: bool = False,
     previous: Session | None = None,
     held: Snapshot | None = None,
 ) -> Session:
     """HELLO, lock, ATTACH; raises MaruError. A session that fails half-way holds nothing on the server.
 
-    ``dma``: whether devices may move bytes of this process by themselves.
-    If the server has the memory of the one before it, ``previous`` goes on with ``held``, its regions and its proof;
-    the result has the same id then. Otherwise it is a new one.
+    ``quota``: bytes that the namespace shall be able to hold; 0: no wish. ``dma``: whether devices may move bytes of
+    this process by themselves. If the server has the memory of the one before it, ``previous`` goes on with ``held``,
+    its regions and its proof; the result has the same id then. Otherwise it is a new one.
     """
     identity = [os.getpid(), socket.gethostname(), name]
     resume = [] if previous is None or held is None else held.to_wire(previous.id)
-    epoch, results = request(Op.HELLO, 0, 0, [PROTOCOL_VERSION, role, identity, descriptor, 0, resume])
+    epoch, results = request(Op.HELLO, 0, 0, [PROTOCOL_VERSION, role, identity, descriptor, quota, resume])
     expect_results(results, 6, "HELLO")
     session, lock_path, weights_epoch, raw_pools, limits, server = results
     kinds: tuple[tuple[object, type], ...] = (

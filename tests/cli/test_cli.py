@@ -97,6 +97,12 @@ def test_serve_names_an_unknown_backend(maru_runtime_dir: Path) -> None:
     assert "cpu" in wrong.stderr
 
 
+def test_serve_limits_what_a_namespace_may_take(maru_runtime_dir: Path) -> None:
+    wrong = serve(maru_runtime_dir, "--namespace-quota", "some")
+    assert wrong.returncode == 1
+    assert "--namespace-quota is 'some'" in wrong.stderr
+
+
 def test_plugins_lists_the_built_ins() -> None:
     result = maru("plugins")
     assert result.exit_code == 0, result.output

@@ -39,9 +39,9 @@ class Folder:
             **more,
         }
 
-    def connect(self, **more: object) -> MaruHandler:
+    def connect(self, namespace: Namespace = NAMESPACE, **more: object) -> MaruHandler:
         host = PluginHost.with_plugins({}, built_ins=True)
-        handler = MaruHandler.connect(MaruConfig(**self.settings(**more)), NAMESPACE, host=host)
+        handler = MaruHandler.connect(MaruConfig(**self.settings(**more)), namespace, host=host)
         self._handlers.append(handler)
         return handler
 

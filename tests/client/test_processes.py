@@ -14,6 +14,7 @@ from maru_core.client import MaruHandler, StoreResult
 from maru_core.config import MaruConfig
 from maru_core.errors import BackendError, ConfigError, MaruError, Unavailable
 from maru_core.host import PluginHost
+from maru_core.namespace import Namespace
 from maru_core.protocol import ReserveStatus
 from tests.client.fake_server import FakeServer, eventually
 from tests.client.real import NAMESPACE, Folder
@@ -67,6 +68,25 @@ def test_the_started_server_ends_when_idle(folder: Folder) -> None:
     handler.close()
     eventually(lambda: not folder.pids(), within=5)
     assert not (folder.path / "server.sock").exists()
+
+
+def test_the_pool_size_of_an_engine_that_comes_second_is_its_quota(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = folder.connect()
+    first.batch_store([f"{number}" for number in range(100)], [b"x"] * 100)
+    assert "quota" not in capsys.readouterr().out
+    second = folder.connect(Namespace.of({"model": "other", "tokens": 256}), pool_size="1M", idle_exit=20)
+    # A whole page of difference at least is told, and this pool is small.
+    for start in range(0, 400, 100):
+        second.batch_store([f"{number}" for number in range(start, start + 100)], [b"x"] * 100)
+    by_digest = {item["digest"]: item for item in second.server_stats()["namespaces"]}
+    mine, other = by_digest[second.namespace.digest.hex()], by_digest[first.namespace.digest.hex()]
+    assert mine["used"] == mine["quota"] == 1 << 20
+    assert (other["used"], other["quota"]) == (100 * 4096, None)
+    assert second.exists("399")
+    assert capsys.readouterr().out.count("quota=1048576") == 1
+    assert first.exists("0")
 
 
 def test_another_pool_size_is_told_once(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
