@@ -107,8 +107,9 @@ class LeastRecentlyUsed:
     """See :func:`least_recently_used`.
 
     A queue in the order of use, in packed columns. A use appends to it; what the object left where it was before is
-    recognised by its time and skipped. When more than half of the queue is such stale items, a hand goes from its cold
-    end to its warm one and closes the gaps, a few items for each one that is appended.
+    recognised by its time and skipped. Stale items at the cold end are dropped as they come to be. When more than a third
+    of the queue is stale, a hand goes from its cold end to its warm one and closes the gaps, a few items for each one
+    that is appended. So there are never many to skip when a victim is looked for.
 
     A parked object was older than everything that was held at that moment, so it goes back to the cold end: the order
     stays exact without searching. Each use of an object parks it at most once, hence amortised O(1).
@@ -143,8 +144,9 @@ class LeastRecentlyUsed:
         segment = ahead[-1]
         segment.entries.extend(entries)
         segment.times.extend(array("I", [now - segment.origin]) * count)
-        if self._length > 2 * self._held + _SLACK:
+        if 2 * self._length > 3 * self._held + _SLACK:
             self._close_gaps(_PACE * count)
+        self._skip(_PACE * count)
 
     def touch(self, entries: Sequence[int]) -> None:
         self.remove(entries)
@@ -156,6 +158,7 @@ class LeastRecentlyUsed:
             last[entry - base] = 0
         # Too many are subtracted when some were not held, and gaps are closed earlier: nothing else depends on it.
         self._held -= len(entries)
+        self._skip(_PACE * len(entries))
 
     def pop(self, count: int, before: int | None = None) -> list[int]:
         last, base = self._uses.last, self._uses.base
@@ -208,20 +211,27 @@ class LeastRecentlyUsed:
             if last[entry - base] == time:
                 return time
             front.pop()
-        while True:
-            queue = self._passed or self._ahead
-            if not queue:
-                return None
+        return self._skip(self._length + 1)
+
+    def _skip(self, budget: int) -> int | None:
+        """Drop at most ``budget`` stale items from the cold end of the queue; the time of the first valid one."""
+        last, base = self._uses.last, self._uses.base
+        while budget > 0 and (queue := self._passed or self._ahead):
             segment = queue[0]
             entries, times, origin, head = segment.entries, segment.times, segment.origin, segment.head
-            for at in range(head, len(entries)):
+            end = min(head + budget, len(entries))
+            for at in range(head, end):
                 time = origin + times[at]
                 if last[entries[at] - base] == time:
                     self._length -= at - head
                     segment.head = at
                     return time
-            self._length -= len(entries) - head
-            queue.popleft()
+            self._length -= end - head
+            budget -= end - head
+            segment.head = end
+            if end == len(entries):
+                queue.popleft()
+        return None
 
     def _return(self, entry: int, time: int) -> None:
         self._uses.last[entry - self._uses.base] = time
