@@ -107,9 +107,9 @@ class LeastRecentlyUsed:
     """See :func:`least_recently_used`.
 
     A queue in the order of use, in packed columns. A use appends to it; what the object left where it was before is
-    recognised by its time and skipped. Stale items at the cold end are dropped as they come to be. When more than a third
-    of the queue is stale, a hand goes from its cold end to its warm one and closes the gaps, a few items for each one
-    that is appended. So there are never many to skip when a victim is looked for.
+    recognised by its time and skipped. Stale items at the cold end are dropped as they come to be. When more than a
+    third of the queue is stale, a hand goes from its cold end to its warm one and closes the gaps, a few items for each
+    one that is appended. So there are never many to skip when a victim is looked for.
 
     A parked object was older than everything that was held at that moment, so it goes back to the cold end: the order
     stays exact without searching. Each use of an object parks it at most once, hence amortised O(1).
