@@ -13,6 +13,8 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import compress
+from operator import eq
 from typing import Protocol
 
 
@@ -58,19 +60,18 @@ PolicyFactory = Callable[[int, int], NewPolicy]
 
 #: Items per segment of a queue.
 _SEGMENT = 1024
-#: Stale items that a queue may have beside as many as there are valid ones.
+#: Stale items that a queue may have in any case.
 _SLACK = 4 * _SEGMENT
 #: Items that the hand looks at for each one that is appended.
 _PACE = 4
-#: Most that a segment can tell times apart.
-_SPAN = 0xFFFF_FFFF
 _END = 1 << 64
 
 
 class _Uses:
     """When each object of a pool was used last: a number that counts the batches of uses in all namespaces.
 
-    ``last`` has it times two, plus one for a parked object; 0 for one that is not held.
+    ``last`` has it times two, plus one for a parked object; 0 for one that is not held. Here and in the queues an
+    object is named by its entry less ``base``.
     """
 
     __slots__ = ("base", "last", "now")
@@ -82,19 +83,14 @@ class _Uses:
 
 
 class _Segment:
-    """A part of a queue: objects and their times, counted from ``origin``. The first ``head`` are taken already."""
+    """A part of a queue: objects and their times. The first ``head`` are taken already."""
 
-    __slots__ = ("entries", "head", "origin", "times")
+    __slots__ = ("head", "objects", "times")
 
-    def __init__(self, origin: int) -> None:
-        self.origin = origin
-        self.entries = array("I")
-        self.times = array("I")
+    def __init__(self) -> None:
+        self.objects = array("I")
+        self.times = array("Q")
         self.head = 0
-
-    def takes(self, time: int) -> bool:
-        """Whether items of that time may be appended."""
-        return len(self.entries) < _SEGMENT and time - self.origin <= _SPAN
 
 
 def least_recently_used(base: int, count: int) -> NewPolicy:
@@ -133,17 +129,18 @@ class LeastRecentlyUsed:
             return
         uses = self._uses
         uses.now = now = uses.now + 2
-        last, base = uses.last, uses.base
-        for entry in entries:
-            last[entry - base] = now
+        last = uses.last
+        objects = self._objects(entries)
+        for at in objects:
+            last[at] = now
         self._held += count
         self._length += count
         ahead = self._ahead
-        if not ahead or not ahead[-1].takes(now):
-            ahead.append(_Segment(now))
+        if not ahead or len(ahead[-1].objects) >= _SEGMENT:
+            ahead.append(_Segment())
         segment = ahead[-1]
-        segment.entries.extend(entries)
-        segment.times.extend(array("I", [now - segment.origin]) * count)
+        segment.objects.extend(objects)
+        segment.times.extend(array("Q", [now]) * count)
         if 2 * self._length > 3 * self._held + _SLACK:
             self._close_gaps(_PACE * count)
         self._skip(_PACE * count)
@@ -153,89 +150,94 @@ class LeastRecentlyUsed:
         self.add(entries)
 
     def remove(self, entries: Sequence[int]) -> None:
-        last, base = self._uses.last, self._uses.base
-        for entry in entries:
-            last[entry - base] = 0
+        last = self._uses.last
+        for at in self._objects(entries):
+            last[at] = 0
         # Too many are subtracted when some were not held, and gaps are closed earlier: nothing else depends on it.
         self._held -= len(entries)
         self._skip(_PACE * len(entries))
 
     def pop(self, count: int, before: int | None = None) -> list[int]:
-        last, base = self._uses.last, self._uses.base
+        last = self._uses.last
         limit = _END if before is None else before
         popped: dict[int, int] = {}
-        self._popped = popped
         while len(popped) < count:
             time = self.coldest()
             if time is None or time >= limit:
                 break
             if self._front:
-                entry, _ = self._front.pop()
-                last[entry - base] = 0
-                popped[entry] = time
+                at, _ = self._front.pop()
+                last[at] = 0
+                popped[at] = time
                 continue
             segment = (self._passed or self._ahead)[0]
             head = segment.head
             part = slice(head, head + count - len(popped))
-            for entry, time in zip(segment.entries[part], segment.times[part], strict=True):
-                time += segment.origin
-                if last[entry - base] == time:
+            for at, time in zip(segment.objects[part], segment.times[part], strict=True):
+                if last[at] == time:
                     if time >= limit:
                         break
-                    last[entry - base] = 0
-                    popped[entry] = time
+                    last[at] = 0
+                    popped[at] = time
                 segment.head += 1
             self._length -= segment.head - head
         self._held -= len(popped)
-        return list(popped)
+        self._popped = popped
+        base = self._uses.base
+        return [at + base for at in popped] if base else list(popped)
 
     def put_back(self, entries: Sequence[int]) -> None:
-        for entry in reversed(entries):
-            self._return(entry, self._popped[entry])
+        for at in reversed(self._objects(entries)):
+            self._return(at, self._popped[at])
         self._held += len(entries)
 
     def park(self, entry: int) -> None:
-        self._uses.last[entry - self._uses.base] = self._popped[entry] + 1
+        at = entry - self._uses.base
+        self._uses.last[at] = self._popped[at] + 1
         self._held += 1
 
     def unpark(self, entry: int) -> None:
-        time = self._uses.last[entry - self._uses.base]
+        at = entry - self._uses.base
+        time = self._uses.last[at]
         if time & 1:
-            self._return(entry, time - 1)
+            self._return(at, time - 1)
 
     def coldest(self) -> int | None:
-        last, base = self._uses.last, self._uses.base
-        front = self._front
+        last, front = self._uses.last, self._front
         while front:
-            entry, time = front[-1]
-            if last[entry - base] == time:
+            at, time = front[-1]
+            if last[at] == time:
                 return time
             front.pop()
         return self._skip(self._length + 1)
 
+    def _objects(self, entries: Sequence[int]) -> Sequence[int]:
+        base = self._uses.base
+        return [entry - base for entry in entries] if base else entries
+
     def _skip(self, budget: int) -> int | None:
         """Drop at most ``budget`` stale items from the cold end of the queue; the time of the first valid one."""
-        last, base = self._uses.last, self._uses.base
+        last = self._uses.last
         while budget > 0 and (queue := self._passed or self._ahead):
             segment = queue[0]
-            entries, times, origin, head = segment.entries, segment.times, segment.origin, segment.head
-            end = min(head + budget, len(entries))
-            for at in range(head, end):
-                time = origin + times[at]
-                if last[entries[at] - base] == time:
-                    self._length -= at - head
-                    segment.head = at
+            objects, times, head = segment.objects, segment.times, segment.head
+            end = min(head + budget, len(objects))
+            for index in range(head, end):
+                time = times[index]
+                if last[objects[index]] == time:
+                    self._length -= index - head
+                    segment.head = index
                     return time
             self._length -= end - head
             budget -= end - head
             segment.head = end
-            if end == len(entries):
+            if end == len(objects):
                 queue.popleft()
         return None
 
-    def _return(self, entry: int, time: int) -> None:
-        self._uses.last[entry - self._uses.base] = time
-        self._front.append((entry, time))
+    def _return(self, at: int, time: int) -> None:
+        self._uses.last[at] = time
+        self._front.append((at, time))
 
     def _close_gaps(self, budget: int) -> None:
         """Let the hand look at ``budget`` items."""
@@ -245,24 +247,16 @@ class LeastRecentlyUsed:
             self._passed, self._ahead = deque(), self._passed
             if len(self._ahead) == 1:
                 return
-        last, base = self._uses.last, self._uses.base
         segment = self._ahead[0]
         part = slice(segment.head, segment.head + budget)
-        segment.head = min(part.stop, len(segment.entries))
-        self._length -= segment.head - part.start
-        if segment.head == len(segment.entries):
+        objects, times = segment.objects[part], segment.times[part]
+        segment.head += len(objects)
+        if segment.head == len(segment.objects):
             self._ahead.popleft()
-        origin = segment.origin
-        kept = [
-            (entry, origin + time)
-            for entry, time in zip(segment.entries[part], segment.times[part], strict=True)
-            if last[entry - base] == origin + time
-        ]
-        if not kept:
-            return
-        if not self._passed or not self._passed[-1].takes(kept[-1][1]):
-            self._passed.append(_Segment(kept[0][1]))
+        valid = list(map(eq, map(self._uses.last.__getitem__, objects), times))
+        self._length -= valid.count(False)
+        if not self._passed or len(self._passed[-1].objects) >= _SEGMENT:
+            self._passed.append(_Segment())
         target = self._passed[-1]
-        target.entries.extend([entry for entry, _ in kept])
-        target.times.extend([time - target.origin for _, time in kept])
-        self._length += len(kept)
+        target.objects.extend(compress(objects, valid))
+        target.times.extend(compress(times, valid))
