@@ -81,6 +81,18 @@ def test_a_prefix_at_its_quota_loses_its_tail_first():
     world.check()
 
 
+def test_what_was_spared_for_its_children_goes_when_they_are_gone():
+    world = World.of(100)
+    session = world.session()
+    world.directory.set_quota(session.namespace, 4 * GRANULE)
+    world.store(session, keys(0, 1))
+    world.store(session, keys(1, 1), parents=(key(0),))
+    for number in range(2, 8):
+        assert world.store(session, keys(number, 1)) == b"\0"
+    assert world.directory.probe(session, keys(0, 8)) == b"\0\0\0\0\1\1\1\1"
+    world.check()
+
+
 def test_large_objects_count_by_granules():
     world = World.of(100)
     session = world.session()
