@@ -130,45 +130,86 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+class Order:
+    """What :class:`Tenants` does, with a list of times: the namespace of an object is its number modulo 4."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        #: Time of use of each object that is held, or parked, in the order of use.
+        self.held: dict[int, int] = {}
+        self.parked: dict[int, int] = {}
+        #: What came back to the cold end, per namespace, the next victim last.
+        self.fronts: list[list[int]] = [[], [], [], []]
+
+    def use(self, entry: int) -> None:
+        self.drop(entry)
+        self.now += 1
+        self.held[entry] = self.now
+
+    def drop(self, entry: int) -> None:
+        self.held.pop(entry, None)
+        self.parked.pop(entry, None)
+        if entry in self.fronts[entry % 4]:
+            self.fronts[entry % 4].remove(entry)
+
+    def back(self, entry: int, time: int) -> None:
+        self.held[entry] = time
+        self.fronts[entry % 4].append(entry)
+
+    def next(self) -> int | None:
+        heads = []
+        for number, front in enumerate(self.fronts):
+            mine = [entry for entry in self.held if entry % 4 == number]
+            if mine:
+                heads.append(front[-1] if front else min(mine, key=self.held.__getitem__))
+        return min(heads, key=self.held.__getitem__, default=None)
+
+
+@settings(max_examples=300, deadline=None)
 @given(STEPS)
 def test_namespaces_lose_what_was_used_longest_ago_in_any_of_them(steps):
-    """Objects 0 .. 19, whose namespace is their number modulo 4, against one list for all."""
     tenants = Tenants(least_recently_used(0, 20))
-    order: list[int] = []
-    parked: dict[int, list[int]] = {}
+    order = Order()
+
+    def pop(count: int) -> tuple[int, dict[int, int]]:
+        tenant, victims = tenants.pop(count)
+        assert bool(victims) == bool(order.held)
+        times = {}
+        for victim in victims:
+            assert victim % 4 == tenant
+            assert victim == order.next()
+            times[victim] = order.held[victim]
+            order.drop(victim)
+        return tenant, times
+
     for what, entry in steps:
-        namespace = entry % 4
-        if what == "add" and entry not in order and entry not in parked:
-            tenants.add(namespace, [entry])
-            order.append(entry)
-        elif what == "touch" and entry in order:
-            tenants.touch(namespace, [entry])
-            order = [item for item in order if item != entry] + [entry]
-        elif what == "remove" and entry not in parked:
-            tenants.remove(namespace, [entry])
-            order = [item for item in order if item != entry]
-        elif what in ("pop", "return", "park"):
-            tenant, victims = tenants.pop(3)
-            assert victims == order[: len(victims)]
-            assert bool(victims) == bool(order)
-            assert all(victim % 4 == tenant for victim in victims)
-            if what == "return":
-                tenants.put_back(tenant, victims)
-            elif what == "park" and victims:
+        if what == "add" and entry not in order.held and entry not in order.parked:
+            tenants.add(entry % 4, [entry])
+            order.use(entry)
+        elif what == "touch" and (entry in order.held or entry in order.parked):
+            tenants.touch(entry % 4, [entry])
+            order.use(entry)
+        elif what == "remove":
+            tenants.remove(entry % 4, [entry])
+            order.drop(entry)
+        elif what == "pop":
+            pop(3)
+        elif what in ("return", "park"):
+            tenant, times = pop(3)
+            victims = list(times)
+            if what == "park" and victims:
                 tenants.park(tenant, victims[0])
-                tenants.put_back(tenant, victims[1:])
-                parked[order.pop(0)] = []
-            else:
-                del order[: len(victims)]
-        elif what == "unpark" and entry in parked:
-            tenants.unpark(namespace, entry)
-            del parked[entry]
-            order.insert(0, entry)
-    rest: list[int] = []
-    while victims := tenants.pop(5)[1]:
-        rest += victims
-    assert sorted(rest) == sorted(order)
+                order.parked[victims[0]] = times[victims[0]]
+                del victims[0]
+            tenants.put_back(tenant, victims)
+            for victim in reversed(victims):
+                order.back(victim, times[victim])
+        elif what == "unpark":
+            tenants.unpark(entry % 4, entry)
+            if entry in order.parked:
+                order.back(entry, order.parked.pop(entry))
+    while pop(5)[1]:
+        pass
 
 
 def test_the_order_over_many_namespaces_is_exact():
