@@ -92,6 +92,17 @@ class KeyIndex:
                 self._twins[key] = entry
                 self._twin_keys[entry] = key
 
+    def enter(self, key: bytes, tag: int, entry: int) -> bool:
+        """Enter one key unless it is there already; whether it was not."""
+        known = self._route[tag >> 24].setdefault(tag, entry)
+        if known == entry:
+            return True
+        if key in self._twins or self._table.same_keys((known,), key):
+            return False
+        self._twins[key] = entry
+        self._twin_keys[entry] = key
+        return True
+
     def remove(self, tag: int, entry: int) -> bool:
         """Take ``entry`` out, whose key has ``tag``; whether it was here."""
         shard = self._route[tag >> 24]

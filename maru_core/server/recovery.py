@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from itertools import groupby
+from itertools import chain, groupby
 
 from attrs import define
 
 from maru_core.errors import BackendError
-from maru_core.pool_format import State
+from maru_core.pool_format import KEY_SIZE, State
 from maru_core.protocol.messages import NO_ENTRY
 from maru_core.server.allocator import Allocator
 from maru_core.server.arena import Arena
@@ -24,6 +24,9 @@ from maru_core.server.namespaces import Namespaces, NamespaceState
 from maru_core.server.objects import READY, RESERVED, RETIRING, Objects
 from maru_core.server.room import Room
 from maru_core.server.sessions import Session
+
+#: Parents that are looked up at a time.
+_LINKED = 512
 
 #: Finds the session that was writing, by id; makes one that nobody can prove dead when its record is lost.
 FindSession = Callable[[int, NamespaceState], Session]
@@ -49,7 +52,8 @@ class Recovery:
         self._room = room
         self._find_session = find_session
         self._found = Recovered()
-        self._parents: list[tuple[int, NamespaceState, bytes]] = []
+        #: By number of the namespace: entries that are in its index, and their parent keys as one column.
+        self._parents: dict[int, tuple[array[int], bytearray]] = {}
 
     def run(self) -> Recovered:
         """Read every header table; raises BackendError when one is not what a server leaves behind."""
@@ -85,19 +89,20 @@ class Recovery:
             objects.tail[behind - 1] = entry
             objects.length[entry] = length
             objects.home[entry] = namespace.number
-            tags = tags_of(key)
-            objects.tag[entry] = tags[0]
+            objects.tag[entry] = tag = int.from_bytes(key[-4:], "little")
             namespace.taken[arena.number] += pages
-            current = weights_epoch == namespace.weights_epoch and namespace.index.get(key) is None
+            current = state != RETIRING and weights_epoch == namespace.weights_epoch
+            current = current and namespace.index.enter(key, tag, entry)
             if state == RESERVED:
                 self._reserved(arena, entry, namespace, writer, current)
             elif state == READY and current:
                 self._ready(arena, entry, namespace)
             else:
                 self._retiring(arena, entry, state)
-            if state != RETIRING and current:
-                namespace.index.put(key, tags, (entry,))
-                self._parents.append((entry, namespace, parent))
+            if current:
+                entries, parents = self._parents.setdefault(namespace.number, (array("I"), bytearray()))
+                entries.append(entry)
+                parents += parent
         if behind < arena.end:
             gaps.append((behind - arena.base, arena.end - behind))
         arena.free = Allocator.of_runs(arena.end - arena.base, gaps)
@@ -144,12 +149,16 @@ class Recovery:
         """Parents by their keys, but no cycle, which keys alone do not rule out: it could never be evicted."""
         objects = self._objects
         parent = objects.parent
-        for entry, namespace, name in self._parents:
-            elder = namespace.index.get(name)
-            if elder is not None and elder != entry:
-                parent[entry] = elder
+        for number, (entries, parents) in self._parents.items():
+            index = self._namespaces.by_number[number].index
+            for at in range(0, len(entries), _LINKED):
+                packed = bytes(parents[at * KEY_SIZE : (at + _LINKED) * KEY_SIZE])
+                for entry, elder in zip(entries[at : at + _LINKED], index.find(packed, tags_of(packed)), strict=True):
+                    if elder is not None and elder != entry:
+                        parent[entry] = elder
         walk = array("I", bytes(4 * objects.total))
-        for number, (entry, _, _) in enumerate(self._parents, 1):
+        linked = array("I", chain.from_iterable(entries for entries, _ in self._parents.values()))
+        for number, entry in enumerate(linked, 1):
             while not walk[entry]:
                 walk[entry] = number
                 if parent[entry] == NO_ENTRY:
@@ -158,7 +167,7 @@ class Recovery:
                     parent[entry] = NO_ENTRY
                     break
                 entry = parent[entry]
-        for entry, _, _ in self._parents:
+        for entry in linked:
             elder = parent[entry]
             if elder != NO_ENTRY:
                 objects.parent_generation[entry] = objects.generation[elder]

@@ -87,6 +87,9 @@ def run_server(
         )
         sessions = SessionRegistry(len(settings.pool_sizes), lambda: secrets.randbits(63))
         keep, now = settings.keep_pools, time.monotonic()
+        # What is built here lives as long as the server: looking for garbage in it takes longer than building it.
+        gc.disable()
+        cleanup.callback(gc.enable)
         directory = start_warm(memory, backend.adopt_pool, epochs, keep, cleanup, earlier, sessions, now)
         if directory is None:
             for session in earlier:
@@ -121,9 +124,9 @@ def run_server(
         log.info(
             "serving", url=address, epoch=epoch, bytes_total=sum(arena.descriptor.size for arena in directory.arenas)
         )
-        # What exists now lives as long as the server: the collector need not look at it again in a pause.
         gc.collect()
         gc.freeze()
+        gc.enable()
         if ready is not None:
             ready(address)
         loop.run()
