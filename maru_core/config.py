@@ -15,6 +15,7 @@ from typing import Any, Final
 import structlog
 from attrs import Attribute, field, fields, frozen
 
+from maru_core.address import MAX_SOCKET_PATH, Address
 from maru_core.errors import ConfigError
 from maru_core.sizes import parse_size
 
@@ -28,11 +29,9 @@ FORMER_NAMES: Final[Mapping[str, str]] = {
     "maru_enable_write_behind": "maru_async_store",
     "maru_enable_layerwise_overlap": "maru_overlap_load_with_compute",
 }
-#: Longest unix socket path in bytes, without the closing zero (``sun_path`` of Linux).
-MAX_SOCKET_PATH: Final = 107
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_LOOPBACK: Final = re.compile(r"tcp://(?:127(?:\.\d{1,3}){3}|localhost|\[::1\]):(\d{1,5})")
+_LISTEN: Final = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 
@@ -95,11 +94,17 @@ def _url(value: object) -> str:
     text = _text(value)
     if text == "auto":
         return text
-    if text.startswith("ipc:///") and len(text.removeprefix("ipc://").encode()) <= MAX_SOCKET_PATH:
-        return text
-    if (match := _LOOPBACK.fullmatch(text)) and 0 < int(match[1]) < 65536:
-        return text
-    raise ValueError
+    address = Address.parse(text)
+    if address.host == "*" or (address.scheme == "tcp" and address.port is None):
+        raise ValueError
+    return text
+
+
+def _listen(value: object) -> str:
+    host, _, port = _text(value).rpartition(":")
+    if not _LISTEN.fullmatch(host) or not re.fullmatch("[0-9]{1,5}", port) or not 0 <= int(port) < 65536:
+        raise ValueError
+    return f"{host}:{port}"
 
 
 def _integer(low: int, high: int) -> Kind:
@@ -141,10 +146,11 @@ NAME: Final = Kind("a plugin's name: letters, digits, '.', '_' and '-'", _name)
 NAMES: Final = Kind("names of storage backends, each once: a list, or text with commas", _names)
 PATH: Final = Kind("an absolute path", _path)
 URL: Final = Kind(
-    f"auto, ipc:///absolute/path (at most {MAX_SOCKET_PATH} bytes) or tcp://127.0.0.1:<port>; "
-    "only loopback addresses are served",
+    f"auto, ipc:///absolute/path (at most {MAX_SOCKET_PATH} bytes) or tcp://host:port; "
+    "one that is not loopback needs `maru_keys`",
     _url,
 )
+LISTEN: Final = Kind("host:port, such as 127.0.0.1:9090; port 0: any free one", _listen)
 POOL_SIZE: Final = _size(1 << 20, 1)
 GRANULE: Final = _size(4096, 4096)
 COUNT: Final = _integer(0, 1_000_000)
@@ -172,6 +178,18 @@ class MaruConfig:
     )
     runtime_dir: str | None = _setting(
         None, PATH, "Folder of the server's lock, socket and log. Not set: `/tmp/maru-<uid>`."
+    )
+    keys: str | None = _setting(
+        None,
+        PATH,
+        "Keys for `tcp://` addresses, made by `maru keygen`: for a server their folder, for a client that folder or "
+        "its key file, with `server.pub` beside it. Not used for `ipc://`.",
+    )
+    metrics: str | None = _setting(
+        None,
+        LISTEN,
+        "Where a server that an operator starts answers `GET /metrics` for Prometheus, to anybody who can reach it. "
+        "Not set: nowhere.",
     )
     storage_backend: str = _setting("cpu", NAME, "Kind of memory that pools are made of, by plugin name.")
     pool_size: int = _setting(
@@ -251,6 +269,8 @@ class MaruConfig:
                 object.__setattr__(self, attribute.name, _parse(attribute, value, source))
             elif attribute.default is not None:
                 raise _ill_typed(attribute, value, None)
+        if self.server_url != "auto" and self.keys is None and not Address.parse(self.server_url).is_local:
+            raise ConfigError(needs_keys(self.server_url))
 
     @classmethod
     def from_mapping(cls, extra: Mapping[str, Any], environ: Mapping[str, str]) -> MaruConfig:
@@ -329,6 +349,14 @@ class PluginSettings:
     def allows(self, name: str) -> bool:
         """Whether the plugin ``name`` may be imported."""
         return self.allowed is None or name in self.allowed
+
+
+def needs_keys(url: str) -> str:
+    """What is wrong with an address that other hosts can reach, when there are no keys."""
+    return (
+        f"maru_server_url {url}: an address that is not loopback is only used with keys; make some with "
+        f"`maru keygen DIR` and set maru_keys to DIR (for a server: `maru serve --keys DIR`)"
+    )
 
 
 def settings() -> tuple[Attribute[Any], ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import Final
 
 import msgpack
 from attrs import field, frozen
@@ -14,10 +15,29 @@ from maru_core.protocol.messages import MAX_TEXT
 
 Value = str | int | bool | None
 
+#: The fact that holds an operator's ``maru_cache_namespace``; keys of clients are bound to its values.
+OPERATOR_FACT: Final = "operator"
+
 
 def digest_of(descriptor: bytes) -> bytes:
     """The 16 bytes that stand for a namespace's descriptor in every header; client and server compute it alike."""
     return hashlib.blake2b(descriptor, digest_size=DIGEST_SIZE, person=b"maru-namespace").digest()
+
+
+def facts_of(descriptor: bytes) -> dict[str, Value] | None:
+    """The facts in a descriptor from outside; ``None`` when it is not what :class:`Namespace` makes of them."""
+    try:
+        pairs = msgpack.unpackb(descriptor, max_ext_len=0)
+        facts = {name: value for name, value in pairs if isinstance(name, str)}
+        return facts if Namespace.of(facts).descriptor == descriptor else None
+    except Exception:  # noqa: BLE001 - whatever damage makes msgpack or the packing of it trip over
+        return None
+
+
+def cache_namespace_of(descriptor: bytes) -> str | None:
+    """The operator's ``maru_cache_namespace`` in a descriptor, ``None`` when it is not certain that there is one."""
+    value = (facts_of(descriptor) or {}).get(OPERATOR_FACT)
+    return value if isinstance(value, str) else None
 
 
 @frozen

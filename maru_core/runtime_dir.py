@@ -10,17 +10,21 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from attrs import frozen
 
+from maru_core.address import MAX_SOCKET_PATH, Address
+from maru_core.config import needs_keys
 from maru_core.errors import ConfigError, MaruError
 
-#: Longest path of a Unix socket in bytes (``sun_path`` less its terminator).
-MAX_SOCKET_PATH = 107
+#: Characters of the administration's credential: 32 random bytes in hex.
+TOKEN_LENGTH: Final = 64
 
 
 class AlreadyRunning(MaruError):
@@ -83,6 +87,11 @@ class RuntimeDir:
         return self.path / "server.log"
 
     @property
+    def admin_token(self) -> Path:
+        """The credential of administration: who can read it may do anything to the server."""
+        return self.path / "admin.token"
+
+    @property
     def sessions(self) -> Path:
         """Lock files of sessions, by which the server proves that a client died."""
         return self.path / "sessions"
@@ -117,6 +126,28 @@ class RuntimeDir:
             ) from None
         return descriptor
 
+    def make_token(self) -> str:
+        """The administration's credential, made (0600) if there is none; raises ConfigError when others can read it."""
+        path = self.admin_token
+        try:
+            with suppress(FileExistsError):
+                temporary = self.path / f"admin.token.{os.getpid()}"
+                descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+                try:
+                    with os.fdopen(descriptor, "w") as file:
+                        file.write(secrets.token_hex(32) + "\n")
+                    os.link(temporary, path)
+                finally:
+                    temporary.unlink()
+            found = os.lstat(path)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077 or found.st_uid != os.getuid():
+            raise ConfigError(
+                f"others could read or replace {path}: remove it, and a new one is made at the next start"
+            )
+        return read_token(path)
+
     def read_info(self) -> dict[str, Any] | None:
         """What the server wrote about itself (pid, version, protocol, url, started); ``None`` without a readable one.
 
@@ -137,23 +168,24 @@ class RuntimeDir:
         os.replace(temporary, self.server_info)
 
 
-def check_url(url: str) -> str:
-    """``url`` itself, when this Maru can serve and use it; raises ConfigError."""
-    scheme, _, rest = url.partition("://")
-    if scheme == "ipc" and rest:
-        if len(os.fsencode(rest)) > MAX_SOCKET_PATH:
-            raise ConfigError(
-                f"the socket path {rest} has {len(os.fsencode(rest))} bytes, the limit is {MAX_SOCKET_PATH}; "
-                f"set maru_runtime_dir to a shorter path"
-            )
-        return url
-    if scheme == "tcp":
-        host, _, port = rest.rpartition(":")
-        if host.strip("[]") not in ("127.0.0.1", "::1", "localhost"):
-            raise ConfigError(
-                f"maru_server_url {url}: only loopback addresses are served (127.0.0.1), because the protocol has no "
-                f"authentication across hosts"
-            )
-        if port == "*" or (port.isdigit() and 0 < int(port) < 65536):
-            return url
-    raise ConfigError(f"maru_server_url {url!r}: expected ipc:///path/of/socket or tcp://127.0.0.1:port")
+def check_url(url: str, *, secured: bool = False) -> str:
+    """``url`` itself, when a server may listen there; raises ConfigError. ``secured``: it has keys."""
+    try:
+        address = Address.parse(url)
+    except ValueError as error:
+        remedy = "; set maru_runtime_dir to a shorter path" if str(MAX_SOCKET_PATH) in str(error) else ""
+        raise ConfigError(f"maru_server_url {url!r} cannot be used: {error}{remedy}") from None
+    if not address.is_local and not secured:
+        raise ConfigError(needs_keys(url))
+    return url
+
+
+def read_token(path: Path) -> str:
+    """The credential in a file; raises ConfigError."""
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the administration's credential {path}: {error}") from error
+    if len(token) != TOKEN_LENGTH:
+        raise ConfigError(f"{path} holds no credential of {TOKEN_LENGTH} characters; remove it and restart the server")
+    return token

@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 
 from maru_core import __version__
+from maru_core.cli.admin import admin
+from maru_core.cli.keygen import keygen
 from maru_core.cli.plugins import plugins
 from maru_core.cli.serve import serve
 from maru_core.cli.status import status
@@ -19,5 +21,7 @@ def main() -> None:
 main.add_command(serve)
 main.add_command(status)
 main.add_command(plugins)
+main.add_command(keygen)
+main.add_command(admin)
 
 __all__ = ["main"]

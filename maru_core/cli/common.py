@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from attrs import frozen
 
+from maru_core.access import ClientKeys
+from maru_core.client.bootstrap import is_listening
+from maru_core.client.peek import Peek
 from maru_core.config import PREFIX, MaruConfig
 from maru_core.errors import MaruError
+from maru_core.runtime_dir import RuntimeDir
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -25,14 +31,61 @@ def where(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that say which server."""
     options: tuple[Decorator, ...] = (
         click.option("--runtime-dir", metavar="PATH", help="The server's folder. [default: /tmp/maru-<uid>]"),
-        click.option("--url", metavar="URL", help="Address: ipc:///path or tcp://127.0.0.1:port. [default: auto]"),
+        click.option("--url", metavar="URL", help="Address: ipc:///path or tcp://host:port. [default: auto]"),
+        click.option(
+            "--keys",
+            metavar="PATH",
+            callback=lambda context, option, value: value and os.path.abspath(value),
+            help="Keys for a tcp address, made by `maru keygen`.",
+        ),
     )
     for option in reversed(options):
         command = option(command)
     return command
 
 
+@frozen
+class Target:
+    """The server that a tool is about. ``token_file`` is its credential of administration, ``None`` when not known."""
+
+    url: str
+    token_file: Path | None
+    keys: ClientKeys | None
+    #: False when certainly nobody listens there.
+    may_answer: bool = True
+
+    @classmethod
+    def find(cls, config: MaruConfig) -> Target:
+        """The server of the runtime folder, or the one at the address given; raises ConfigError."""
+        path = Path(config.runtime_path)
+        folder = RuntimeDir.open(path) if path.exists() else RuntimeDir(path)
+        info = folder.read_info() or {}
+        url, may_answer = config.server_url, True
+        if url == "auto":
+            url = f"ipc://{folder.server_socket}"
+            may_answer = is_listening(folder.server_socket)
+            if not may_answer and info.get("url") not in (None, url):
+                # Started with an address of its own.
+                url, may_answer = str(info["url"]), True
+        # A credential is only for the server of its folder: any other would learn it.
+        token_file = folder.admin_token if config.server_url == "auto" or info.get("url") == url else None
+        keys = ClientKeys.load(config.keys) if config.keys is not None and url.startswith("tcp:") else None
+        return cls(url, token_file, keys, may_answer)
+
+    def peek(self, timeout: float) -> Peek:
+        """What asks it."""
+        return Peek(self.url, timeout, self.keys)
+
+
 def fail(error: MaruError, code: int) -> NoReturn:
     """Say what is wrong and end."""
     click.echo(f"maru: {error}", err=True)
     sys.exit(code)
+
+
+def table(rows: list[list[str]]) -> str:
+    """Rows of cells as aligned lines."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -31,12 +31,14 @@ EXIT_FAILED = 1
 @click.option("--keep-pools", is_flag=True, help="Leave the pools in memory at the end, for the next server.")
 @click.option("--dma-grace", metavar="SECONDS", help="How long devices of a dead client may move bytes. [default: 1]")
 @click.option("--namespace-quota", metavar="SIZE", help="Most that one namespace may take. [default: all pools]")
+@click.option("--metrics", metavar="HOST:PORT", help="Answer GET /metrics there, for Prometheus. [default: nowhere]")
 @click.option("--log-level", default="info", show_default=True, type=click.Choice(logs.LEVELS))
 @click.option("--log-json", is_flag=True, help="Log one JSON object per line.")
 @click.option("--report-fd", type=int, hidden=True, help="Descriptor that gets the exit code when the start fails.")
 def serve(
     runtime_dir: str | None,
     url: str | None,
+    keys: str | None,
     storage_backend: str | None,
     pool_size: str | None,
     pool_path: str | None,
@@ -46,6 +48,7 @@ def serve(
     keep_pools: bool,
     dma_grace: str | None,
     namespace_quota: str | None,
+    metrics: str | None,
     log_level: str,
     log_json: bool,
     report_fd: int | None,
@@ -57,6 +60,8 @@ def serve(
             {
                 "runtime_dir": runtime_dir,
                 "server_url": url,
+                "keys": keys,
+                "metrics": metrics,
                 "storage_backend": storage_backend,
                 "pool_path": pool_path,
                 "chunk_size": granule,
@@ -86,6 +91,9 @@ def serve(
                 keep_pools=keep_pools,
                 dma_grace=config.dma_grace,
                 namespace_quota=quota,
+                keys=config.keys,
+                # Like idle: one that `auto` starts listens on nothing but its private socket.
+                metrics=config.metrics if report_fd is None else None,
             ),
             host.backend(config.storage_backend),
         )

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import click
 
-from maru_core.cli.common import fail, settings, where
-from maru_core.client.bootstrap import is_listening
-from maru_core.client.peek import server_stats
-from maru_core.errors import MaruError
+from maru_core.cli.common import Target, fail, settings, table, where
+from maru_core.errors import ConfigError, MaruError, ServerError, Unavailable
+from maru_core.runtime_dir import read_token
 from maru_core.sizes import format_size
 
 #: Exit code when no server answers.
@@ -27,17 +26,18 @@ _POOL_COLUMNS = ("capacity", "used", "free", "reserved", "quarantined", "leased"
 @where
 @click.option("--json", "as_json", is_flag=True, help="Everything, as one JSON object.")
 @click.option("--timeout", default=2.0, show_default=True, type=click.FloatRange(0.01, 60), help="Seconds to wait.")
-def status(runtime_dir: str | None, url: str | None, as_json: bool, timeout: float) -> None:
-    """Show what the server holds. Exit code 1: no server answers."""
+def status(runtime_dir: str | None, url: str | None, keys: str | None, as_json: bool, timeout: float) -> None:
+    """Show what the server holds. Exit code 1: no server answers.
+
+    Namespaces are shown to who can read the server's admin.token, totals to everybody who reaches the server.
+    """
     try:
-        config = settings({"runtime_dir": runtime_dir, "server_url": url})
-        automatic = config.server_url == "auto"
-        socket = Path(config.runtime_path) / "server.sock"
-        address = f"ipc://{socket}" if automatic else config.server_url
-        if automatic and not is_listening(socket):
-            stats, reason = None, "nobody listens there"
-        else:
-            stats, reason = server_stats(address, timeout), f"no answer within {timeout:g} s"
+        target = Target.find(settings({"runtime_dir": runtime_dir, "server_url": url, "keys": keys}))
+        address, stats, reason = target.url, None, "nobody listens there"
+        if target.may_answer:
+            stats = {**target.peek(timeout).stats(), "namespaces": _namespaces(target, timeout)}
+    except Unavailable as error:
+        reason = str(error)
     except MaruError as error:
         fail(error, EXIT_FAILED)
     if stats is None:
@@ -53,6 +53,19 @@ def status(runtime_dir: str | None, url: str | None, as_json: bool, timeout: flo
         click.echo("\n".join(describe(address, stats)))
 
 
+def _namespaces(target: Target, timeout: float) -> list[dict[str, Any]]:
+    """All of them, where the credential is at hand; none otherwise."""
+    if target.token_file is None or not os.access(target.token_file, os.R_OK):
+        return []
+    try:
+        return target.peek(timeout).namespaces(read_token(target.token_file))
+    except (
+        ConfigError,
+        ServerError,
+    ):  # an address without keys; a credential that was replaced: totals are all there is
+        return []
+
+
 def describe(address: str, stats: Mapping[str, Any]) -> Iterable[str]:
     """Lines for people."""
     server = stats.get("server", {})
@@ -64,7 +77,7 @@ def describe(address: str, stats: Mapping[str, Any]) -> Iterable[str]:
         sizes = [format_size(pool.get(column, 0)) for column in _POOL_COLUMNS]
         rows.append([str(pool.get(name, "")) for name in ("pool", "backend", "objects")] + sizes + [pool["location"]])
     yield ""
-    yield from _table(rows)
+    yield table(rows)
     counters = stats.get("counters", {})
     asked = counters.get("hits", 0) + counters.get("misses", 0)
     yield ""
@@ -78,13 +91,7 @@ def describe(address: str, stats: Mapping[str, Any]) -> Iterable[str]:
         rows.append([namespace["digest"], str(namespace["objects"]), *sizes, str(namespace["weights_epoch"])])
     if len(rows) > 1:
         yield ""
-        yield from _table(rows)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterable[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        yield table(rows)
 
 
 def _duration(seconds: float) -> str:

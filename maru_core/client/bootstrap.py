@@ -116,7 +116,12 @@ class ServerStarter:
         source = str(Path(maru_core.__file__).resolve().parent.parent)
         paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, source])}
-        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            # A symbolic link would make the server write to wherever it leads.
+            reason = "it is a symbolic link" if log_path.is_symlink() else error.strerror
+            raise ConfigError(f"cannot write the server's log {log_path}: {reason}; remove it") from error
         report, result = os.pipe()
         command = [sys.executable, "-c", _DETACH, sys.executable, "-m", "maru_core.cli", "serve"]
         command += ["--report-fd", str(result)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import zmq
 
+from maru_core.access import PUBLIC_SUFFIX, SERVER, ClientKeys
 from maru_core.errors import ConfigError, ProtocolError, Unavailable
 from maru_core.protocol import MAX_MESSAGE
 from maru_core.protocol.codec import decode, describe
@@ -25,9 +26,11 @@ class Channel:
     Replies are matched by request id. A reply that nobody waits for any more (its request was given up and cancelled
     by id) is dropped, so the socket stays usable after a deadline: what is sent next reaches the server after the
     cancellation, never before it.
+
+    With ``keys`` both sides prove who they are, and nobody else can read or change what is sent.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], url: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], url: str, keys: ClientKeys | None = None) -> None:
         self.lock = threading.Lock()
         self._url = url
         try:
@@ -42,6 +45,8 @@ class Channel:
         self._timeout_ms = -1
         self._parked: dict[int, list[Any] | None] = {}
         try:
+            if keys is not None:
+                keys.apply(self._socket)
             self._socket.connect(url)
         except zmq.ZMQError as error:
             self._socket.close(0)
@@ -116,3 +121,13 @@ class Channel:
             return None
         except zmq.ZMQError as error:
             raise Unavailable(f"the connection to {self._url} is closed ({error})") from None
+
+
+def nobody_answers(url: str, keys: ClientKeys | None) -> str:
+    """The reason to give when no server answers. One that knows none of a client's keys does not answer either."""
+    if keys is None:
+        return f"no Maru server answers at {url}; start one with `maru serve`, or set maru_server_url to auto"
+    return (
+        f"no Maru server answers at {url} with the keys of {keys.source}: is one there, does it have this client's "
+        f"public key, and is the {SERVER}{PUBLIC_SUFFIX} beside it that server's?"
+    )

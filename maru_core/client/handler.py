@@ -13,6 +13,7 @@ from typing import Any
 
 import structlog
 
+from maru_core.access import ClientKeys
 from maru_core.client.bootstrap import ServerStarter, is_listening
 from maru_core.client.keycalls import KeyCalls, single_number
 from maru_core.client.link import Link
@@ -72,8 +73,8 @@ class MaruHandler(KeyCalls):
         is the allocation granule of a server that ``auto`` starts, unless ``maru_chunk_size`` is set. ``dma``: whether
         devices may move bytes of the pools by themselves, and so for a moment after this process died.
 
-        An absent server leaves the handler down, and it keeps looking. Raises ConfigError (address or runtime folder
-        cannot be used), VersionMismatch, BackendError (``auto`` could not start a server), ServerError.
+        An absent server leaves the handler down, and it keeps looking. Raises ConfigError (address, keys or runtime
+        folder cannot be used), VersionMismatch, BackendError (``auto`` could not start a server), ServerError.
         """
         host = host or PluginHost.discover(PluginSettings.from_environ(os.environ))
         opener = _Opener(config, namespace, host, role, name, dma)
@@ -85,7 +86,8 @@ class MaruHandler(KeyCalls):
             )
         else:
             url, ensure = config.server_url, _expect_server
-        link = Link(url, request_timeout=config.request_timeout)
+        keys = ClientKeys.load(config.keys) if config.keys is not None and url.startswith("tcp:") else None
+        link = Link(url, request_timeout=config.request_timeout, keys=keys)
         upkeep = Upkeep(link, opener, ensure, _death_of(url))
         handler = cls(link, upkeep, namespace, host)
         try:

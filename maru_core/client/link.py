@@ -18,6 +18,7 @@ import structlog
 import zmq
 from attrs import frozen
 
+from maru_core.access import ClientKeys
 from maru_core.client.channel import Channel
 from maru_core.client.holdings import Holdings
 from maru_core.client.session import ForkGuard, Session
@@ -57,8 +58,9 @@ class Link:
     is put off for the upkeep; ``None`` in it means: look at the server now.
     """
 
-    def __init__(self, url: str, *, request_timeout: float) -> None:
+    def __init__(self, url: str, *, request_timeout: float, keys: ClientKeys | None = None) -> None:
         self.url = url
+        self.keys = keys
         self.live: Session | None = None
         self.session: Session | None = None
         self.lost: Session | None = None
@@ -220,7 +222,7 @@ class Link:
         with self._channels_lock:
             if self.closed:
                 raise self._away()
-            channel = Channel(self.context, self.url)
+            channel = Channel(self.context, self.url, self.keys)
             self._channels.add(channel)
         self._local.channel, self._local.epoch = channel, session.epoch
         return channel

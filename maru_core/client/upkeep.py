@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from maru_core.client.channel import Channel
+from maru_core.client.channel import Channel, nobody_answers
 from maru_core.client.link import SLICE, Chore, Link
 from maru_core.client.session import Requester, Session
 from maru_core.errors import MaruError, ProtocolError, ServerError, StaleEpoch, Unavailable
@@ -59,7 +59,7 @@ class Upkeep:
         self._fatal: MaruError | None = None
         self._goodbye_to: Session | None = None
         self._may_end = True
-        self._own = Channel(link.context, link.url)  # raises ConfigError for an address that cannot be used
+        self._own = Channel(link.context, link.url, link.keys)  # raises ConfigError for an address that cannot be used
         self._thread = threading.Thread(target=self._run, name="maru-upkeep", daemon=True)
 
     def start(self, wait: float) -> None:
@@ -105,9 +105,7 @@ class Upkeep:
                 if reply[2] != 0 or (epoch and reply[1] != epoch):
                     raise self._link.refusal(reply, None if not epoch else self._link.session)
                 return reply[1], reply[3:]
-        raise Unavailable(
-            f"no Maru server answers at {self._link.url}; start one with `maru serve`, or set maru_server_url to auto"
-        )
+        raise Unavailable(nobody_answers(self._link.url, self._link.keys))
 
     def _run(self) -> None:
         pause = 0.0

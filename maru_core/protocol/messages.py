@@ -31,6 +31,7 @@ CANCEL      request id u64[n]                                           —
 STATS       —                                                           one map of plain values
 PING        —                                                           —
 BYE         —                                                           —
+ADMIN       credential, verb, …                                         of the verb, see ``docs/protocol.md``
 ==========  ==========================================================  ==============================================
 
 ``quota`` of HELLO is the most that the client wants its namespace to hold, in bytes (0: no wish). ``resume`` is empty,
@@ -53,7 +54,7 @@ An *entry* numbers an allocation granule over all pools; :class:`PoolDescriptor`
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Any, Final
 
 from attrs import frozen
@@ -88,6 +89,18 @@ class Op(IntEnum):
     STATS = 12
     PING = 13
     BYE = 14
+    ADMIN = 15
+
+
+class AdminVerb(str, Enum):
+    """Second argument of ADMIN; the verb's own arguments follow it."""
+
+    NAMESPACES = "namespaces"
+    SESSIONS = "sessions"
+    RESET = "reset"
+    QUOTA = "quota"
+    EVICT = "evict"
+    STOP = "stop"
 
 
 class Code(IntEnum):
@@ -106,6 +119,8 @@ class Code(IntEnum):
     CANCELLED = 5
     #: A fault inside the server; the request may be partly executed and should be cancelled.
     INTERNAL = 6
+    #: Not with this key, or not with this credential; the text says why. Nothing was executed.
+    FORBIDDEN = 7
 
 
 class ReserveStatus(IntEnum):

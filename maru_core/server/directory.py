@@ -9,7 +9,7 @@ Here is what can be asked of it; :mod:`.objects` has what is known of each objec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from maru_core.server.arena import Arena
 from maru_core.server.index import KeyIndex, tags_of
@@ -203,6 +203,15 @@ class Directory:
                 self._room.retire(entry)
                 self.counters["deleted"] += 1
         return bytes(statuses)
+
+    def evict(self, namespace: NamespaceState, entries: Iterable[int]) -> None:
+        """Drop those of ``entries`` that are READY objects of ``namespace`` which nobody reads."""
+        self._postponed.settle()
+        objects = self.objects
+        for entry in entries:
+            if objects.state[entry] == READY and objects.home[entry] == namespace.number and not objects.readers[entry]:
+                self._room.retire(entry)
+                self.counters["evicted"] += 1
 
     def reset(self, namespace: NamespaceState, weights_epoch: int) -> KeyIndex | None:
         """Hide all objects of ``namespace`` and begin a new weights epoch, unless ``weights_epoch`` is past already.

@@ -8,7 +8,7 @@ cancelled, in the middle leaves nothing behind.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import compress, count
 from typing import Any, Protocol
 
@@ -23,8 +23,12 @@ from maru_core.protocol.codec import decode, describe, unpack_u64
 from maru_core.protocol.messages import MAX_MESSAGE, NO_ENTRY, Code, Op, Presence, ReserveStatus
 from maru_core.protocol.version import PROTOCOL_VERSION
 from maru_core.server import requests, stats
+from maru_core.server.admin import Administration
 from maru_core.server.directory import Directory
+from maru_core.server.index import KeyIndex
 from maru_core.server.liveness import SessionRecord
+from maru_core.server.namespaces import NamespaceState
+from maru_core.server.requests import Refusal
 from maru_core.server.sessions import AcquireUndo, ReserveUndo, Session, SessionRegistry
 
 #: Keys that are worked on before other requests get their turn: less than a millisecond.
@@ -64,12 +68,11 @@ class Epochs(Protocol):
         """Keep these, by namespace digest; never raises."""
 
 
-class Refusal(Exception):
-    """An answer other than OK that is no malformed request."""
+class Access(Protocol):
+    """Which clients may use which namespaces (:mod:`maru_core.access`)."""
 
-    def __init__(self, code: Code, text: str) -> None:
-        super().__init__(text)
-        self.code = code
+    def refuses(self, identity: str, descriptor: bytes) -> str | None:
+        """Why the client with this public key may not use this namespace; ``None`` when it may."""
 
 
 @define(eq=False)
@@ -116,6 +119,12 @@ class Handlers:
     longest_turn: float = 0.0
     #: Whether :meth:`sweep` has something to do that clients wait for.
     sweep_soon: bool = False
+    #: Where clients have keys: which of them may use what.
+    access: Access | None = None
+    administration: Administration = field()
+    #: Requests by operation and answers other than OK by code, since the start.
+    asked: dict[int, int] = field(init=False, factory=lambda: dict.fromkeys(map(int, Op), 0))
+    refused: dict[int, int] = field(init=False, factory=lambda: dict.fromkeys(map(int, Code), 0))
     _leases: count[int] = field(init=False)
     _thawing: bool = field(init=False, default=False)
     #: Closed sessions whose holdings are being freed.
@@ -125,6 +134,10 @@ class Handlers:
     _started: float = field(init=False)
     _log: Any = field(init=False)
 
+    @administration.default
+    def _without_administration(self) -> Administration:
+        return Administration(self.directory, self.sessions, self.clock, self._hide)
+
     def __attrs_post_init__(self) -> None:
         self._pack = msgpack.Packer(use_bin_type=True).pack
         self._started = self.clock()
@@ -132,7 +145,20 @@ class Handlers:
         self._leases = count((self.epoch & _LEASE_BASE) << 20 | 1)
         self._log = structlog.get_logger(__name__)
         self.directory.counters.update(
-            dict.fromkeys(("expired_sessions", "bad_requests", "cancelled", "internal_errors", "replies_dropped"), 0)
+            dict.fromkeys(
+                (
+                    "skipped_busy",
+                    "skipped_refused",
+                    "expired_sessions",
+                    "bad_requests",
+                    "cancelled",
+                    "internal_errors",
+                    "replies_dropped",
+                    "admin_refused",
+                    "keys_refused",
+                ),
+                0,
+            )
         )
         self._operations = {
             Op.ATTACH: self._attach,
@@ -150,8 +176,11 @@ class Handlers:
 
     # -- the edge --------------------------------------------------------------------------------------------------
 
-    def handle(self, frame: bytes) -> bytes | Task | None:
-        """Begin to execute one frame: its reply, the work that is left, or ``None`` when it cannot be answered."""
+    def handle(self, frame: bytes, identity: str = "") -> bytes | Task | None:
+        """Begin to execute one frame: its reply, the work that is left, or ``None`` when it cannot be answered.
+
+        ``identity``: the public key of the client that it comes from, empty on sockets without keys.
+        """
         try:
             message = decode(frame)
         except ProtocolError:
@@ -166,11 +195,17 @@ class Handlers:
             if len(message) < 4 or not (type(message[0]) is type(message[2]) is type(message[3]) is int):
                 raise ProtocolError("a request is [op, request id, epoch, session, arguments…], the first four numbers")
             op, _, epoch, number = message[:4]
+            if op in self.asked:
+                self.asked[op] += 1
             if epoch != self.epoch and (epoch or op not in _WITHOUT_EPOCH):
                 raise Refusal(Code.STALE_EPOCH, f"this is epoch {self.epoch}, not {epoch}: the server was restarted")
             if op == Op.HELLO:
-                return self._begin(self._hello(message[4:]), None, request)
+                return self._begin(self._hello(message[4:], identity), None, request)
+            if op == Op.ADMIN:
+                return self._begin(self.administration.begin(identity, message[4:]), None, request)
             session = self.sessions.get(number)
+            if session is not None and session.owner != identity:
+                session = None  # nobody learns that it exists
             if session is None:
                 if number or op not in _WITHOUT_SESSION:
                     raise Refusal(Code.NO_SESSION, f"session {number} is unknown or closed; send HELLO")
@@ -185,7 +220,7 @@ class Handlers:
                     raise Refusal(Code.CANCELLED, f"request {request} was cancelled before it arrived")
             if op in _WITHOUT_SESSION:
                 requests.arguments(message[4:], 0)
-                return self._ok(request, [self.stats()] if op == Op.STATS else [])
+                return self._ok(request, [self.stats(session)] if op == Op.STATS else [])
             operation = self._operations.get(op)
             if operation is None:
                 raise ProtocolError(f"unknown operation {describe(op)}")
@@ -216,8 +251,8 @@ class Handlers:
             return self._failure(request or 0, error)
         return _UNFINISHED
 
-    def stats(self) -> dict[str, Any]:
-        """The map that STATS answers."""
+    def stats(self, session: Session | None = None) -> dict[str, Any]:
+        """The map that STATS answers: of namespaces only the session's own, as others are none of its business."""
         self.directory.settle()
         server = {
             "version": __version__,
@@ -227,7 +262,14 @@ class Handlers:
             "uptime_s": self.clock() - self._started,
             "longest_turn_s": self.longest_turn,
         }
-        return stats.collect(server, self.directory, self.sessions)
+        listed = () if session is None else (session.namespace,)
+        return stats.collect(server, self.directory, self.sessions, listed)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What metrics are made of: the totals of STATS, requests by operation, refusals by code."""
+        asked = {Op(op).name: count for op, count in self.asked.items()}
+        refused = {Code(code).name: count for code, count in self.refused.items() if code != Code.OK}
+        return {**self.stats(), "asked": asked, "refused": refused}
 
     def settle(self) -> bool:
         """Finish the bookkeeping of what was just answered, once the replies are sent; whether a pool is short of room.
@@ -251,6 +293,7 @@ class Handlers:
     def sweep(self) -> list[Task]:
         """Look for dead and silent sessions; returns the work of freeing what they held. Call about once a second."""
         self.sweep_soon = False
+        self.administration.sweep()
         now = self.clock()
         silent = self.sessions.note_silence(now)
         gone = self.sessions.expired(now) + self.sessions.forgettable()
@@ -302,13 +345,14 @@ class Handlers:
             code, text = Code.INTERNAL, f"{type(error).__name__}: {error}"
             self.directory.counters["internal_errors"] += 1
             self._log.error("a request failed", request=request, exc_info=error)
+        self.refused[code] += 1
         if code == Code.CANCELLED:
             self.directory.counters["cancelled"] += 1
         return self._pack([request, self.epoch, int(code), text])
 
     # -- sessions --------------------------------------------------------------------------------------------------
 
-    def _hello(self, raw: list[Any]) -> Steps:
+    def _hello(self, raw: list[Any], identity: str) -> Steps:
         if raw and (type(raw[0]) is not int or raw[0] != PROTOCOL_VERSION):
             raise Refusal(
                 Code.VERSION,
@@ -316,16 +360,22 @@ class Handlers:
                 f"install the same version of Maru on both sides",
             )
         hello = requests.hello(raw)
+        reason = None if self.access is None else self.access.refuses(identity, hello.descriptor)
+        if reason is not None:
+            raise Refusal(Code.FORBIDDEN, reason)
         namespace = self.directory.namespaces.open(hello.descriptor)
         self.directory.wish_quota(namespace, hello.quota)
         session = None
         if hello.resume is not None:
             session = self.sessions.get(hello.resume.session)
+            if session is not None and session.owner != identity:
+                session = None
         if hello.resume is not None and session is not None and session.resumable and session.namespace is namespace:
             yield from self._resume(session, hello.resume)
             path = self.proofs.path_of(session.id)
         else:
             session = self.sessions.open(namespace, hello.role, hello.name, self.clock())
+            session.owner = identity
             try:
                 path = self.proofs.create(session.id)
             except OSError:
@@ -374,7 +424,8 @@ class Handlers:
         if proof and not self.proofs.held(session.id):
             raise ProtocolError("the lock file is not locked; take an exclusive flock on it before ATTACH")
         digest = session.namespace.digest.hex()
-        self.proofs.record(session.id, SessionRecord(digest, session.role, session.name, proof, session.dma))
+        record = SessionRecord(digest, session.role, session.name, proof, session.dma, session.owner)
+        self.proofs.record(session.id, record)
         session.proof = proof
         session.attached = True
         return []
@@ -458,6 +509,9 @@ class Handlers:
                     yield from self._give_back(session, *_taken(statuses, entries, generations))
                     raise Refusal(Code.CANCELLED, f"request {request} was cancelled")
         mine = _taken(statuses, entries, generations)
+        if len(mine[0]) != total:
+            self.directory.counters["skipped_busy"] += statuses.count(ReserveStatus.BUSY)
+            self.directory.counters["skipped_refused"] += statuses.count(ReserveStatus.REFUSED)
         if mine[0]:
             session.remember(request, ReserveUndo(*mine))
         return [statuses, entries.tobytes(), generations.tobytes()]
@@ -591,15 +645,19 @@ class Handlers:
     def _reset(self, session: Session, request: int, raw: list[Any]) -> Steps:
         weights_epoch = requests.number(requests.arguments(raw, 1)[0], "weights epoch")
         namespace = session.namespace
-        if weights_epoch == namespace.weights_epoch:
-            # First, or a server that is killed in between would serve old bytes to engines with new weights.
-            self.weights.save(self.directory.namespaces.epochs() | {namespace.digest: weights_epoch + 1})
-        hidden = self.directory.reset(namespace, weights_epoch)
+        hidden = self._hide([namespace])[0] if weights_epoch == namespace.weights_epoch else None
         # The answer is the epoch that began here, even if another reset follows while this one still frees.
         current = namespace.weights_epoch
         while hidden is not None and not self.directory.drain(namespace, hidden, DELETE_SLICE):
             yield
         return [current]
+
+    def _hide(self, namespaces: Sequence[NamespaceState]) -> list[KeyIndex | None]:
+        """Begin a new weights epoch in each; returns what is left to drain, ``None`` where there is nothing."""
+        # Saved first, or a server that is killed in between would serve old bytes to engines with new weights.
+        begun = {namespace.digest: namespace.weights_epoch + 1 for namespace in namespaces}
+        self.weights.save(self.directory.namespaces.epochs() | begun)
+        return [self.directory.reset(namespace, namespace.weights_epoch) for namespace in namespaces]
 
 
 #: 1 for NEW, else 0: the whole column is looked at in one go, so it has to be quick.
@@ -608,7 +666,7 @@ _IS_NEW = bytes(status == ReserveStatus.NEW for status in range(256))
 _LEASE_BASE = (1 << 42) - 1
 #: What a recovered session may send before it has said what it uses, and what does not use anything.
 _BEFORE_USE = frozenset({int(Op.HELLO), int(Op.ATTACH), int(Op.PING), int(Op.STATS), int(Op.BYE)})
-_WITHOUT_EPOCH = frozenset({int(Op.HELLO), int(Op.PING), int(Op.STATS)})
+_WITHOUT_EPOCH = frozenset({int(Op.HELLO), int(Op.PING), int(Op.STATS), int(Op.ADMIN)})
 _WITHOUT_SESSION = frozenset({int(Op.PING), int(Op.STATS)})
 _ATTACHED_ONLY = frozenset(
     int(op) for op in (Op.RESERVE, Op.COMMIT, Op.ABORT, Op.ACQUIRE, Op.RELEASE, Op.DELETE, Op.RESET)

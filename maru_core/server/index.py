@@ -126,6 +126,12 @@ class KeyIndex:
                 strange.append((tag, entry))
         return strange
 
+    def parts(self) -> Iterator[list[int]]:
+        """All entries, some at a time: each part is as it is when it is asked for."""
+        for shard in self._shards:
+            yield list(shard.values())
+        yield list(self._twins.values())
+
     def take_any(self) -> int | None:
         """Remove some key and return its entry; ``None`` when empty."""
         while self._cursor < _SHARDS:

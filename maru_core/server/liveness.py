@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 from pathlib import Path
 
 import structlog
@@ -30,6 +31,8 @@ class SessionRecord:
     name: str
     proof: bool
     dma: bool
+    #: Public key of the client that it belongs to; empty where clients have none.
+    owner: str = ""
 
 
 class SessionLocks:
@@ -46,6 +49,9 @@ class SessionLocks:
         """
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
+            found = os.lstat(self._folder)
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+                raise ConfigError(f"{self._folder} is no private folder of this user: remove it, or chmod 700 it")
             files = sorted(self._folder.glob("*.lock"))
         except OSError as error:
             raise ConfigError(f"cannot keep sessions in {self._folder}: {error}; remove what is there") from error
@@ -114,7 +120,7 @@ class SessionLocks:
                 os.close(descriptor)
                 return None
             record = SessionRecord(**json.loads(line))
-            kinds = {"digest": str, "role": str, "name": str, "proof": bool, "dma": bool}
+            kinds = {"digest": str, "role": str, "name": str, "proof": bool, "dma": bool, "owner": str}
             if any(type(getattr(record, entry.name)) is not kinds[entry.name] for entry in fields(SessionRecord)):
                 raise ValueError("a value of another type")
             bytes.fromhex(record.digest)

@@ -11,10 +11,18 @@ from attrs import frozen
 from maru_core.errors import ProtocolError
 from maru_core.pool_format import KEY_SIZE
 from maru_core.protocol.codec import describe, unpack_u32, unpack_u64
-from maru_core.protocol.messages import MAX_KEYS, MAX_TEXT
+from maru_core.protocol.messages import MAX_KEYS, MAX_TEXT, Code
 
 _U64 = 1 << 64
 _KEY = f"{KEY_SIZE}s"
+
+
+class Refusal(Exception):
+    """An answer other than OK that is no malformed request."""
+
+    def __init__(self, code: Code, text: str) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 @frozen

@@ -7,7 +7,6 @@ import os
 import resource
 import secrets
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,11 +18,13 @@ import zmq
 from attrs import frozen
 
 from maru_core import __version__
+from maru_core.access import KeyRing
 from maru_core.contracts import StorageBackend
 from maru_core.errors import ConfigError
 from maru_core.protocol.version import PROTOCOL_VERSION
 from maru_core.runtime_dir import RuntimeDir, check_url
 from maru_core.server.handlers import Handlers
+from maru_core.server.listening import KeyWatch, authenticator, listen
 from maru_core.server.liveness import SessionLocks
 from maru_core.server.loop import ServerLoop
 from maru_core.server.memory import Memory, start_cold, start_warm
@@ -40,6 +41,7 @@ class ServerSettings:
     the pools in memory at the end, for the next server of this folder. ``dma_grace``: how long devices of a client that
     died may still move bytes. ``namespace_quota``: the most that a namespace may take of all pools, unless the operator
     sets another quota for it.
+    ``keys``: folder of the keys that a ``tcp`` address uses. ``metrics``: ``host:port`` of the listener for Prometheus.
     """
 
     pool_sizes: tuple[int, ...]
@@ -52,6 +54,8 @@ class ServerSettings:
     keep_pools: bool = False
     dma_grace: float = 1.0
     namespace_quota: int | None = None
+    keys: str | None = None
+    metrics: str | None = None
 
 
 def run_server(
@@ -61,14 +65,17 @@ def run_server(
 
     What a killed server of this runtime folder left in memory is served again if it is still there and as it was left;
     else the start is cold. Raises AlreadyRunning when another server has the runtime folder, ConfigError for a setting,
-    BackendError when there is no room for a pool. Nothing stays behind, except the lock file, and the weights epochs
-    once there was a reset.
+    BackendError when there is no room for a pool. Nothing stays behind, except the lock file, the administration's
+    credential, and the weights epochs once there was a reset.
     """
     if not settings.pool_sizes or not 0 < settings.lease_share <= 1:
         raise ConfigError(f"a server needs a pool and a lease share in (0, 1], got {settings}")
     log = structlog.get_logger(__name__)
     runtime = RuntimeDir.open(settings.runtime_dir)
-    url = check_url(settings.url) if settings.url else runtime.url
+    url = check_url(settings.url, secured=settings.keys is not None) if settings.url else runtime.url
+    keys = None
+    if settings.keys is not None and url.startswith("tcp:"):
+        keys = KeyRing.load(settings.keys)
     with ExitStack() as cleanup:
         cleanup.callback(os.close, runtime.lock_server())
         locks = SessionLocks(runtime.sessions)
@@ -96,11 +103,22 @@ def run_server(
                 locks.remove(session)
             directory = start_cold(memory, backend.create_pool, epochs, keep, cleanup)
         epoch = secrets.randbits(63) | 1
-        handlers = Handlers(directory, sessions, locks, weights, epoch, os.getpid(), time.monotonic, settings.dma_grace)
+        handlers = Handlers(
+            directory, sessions, locks, weights, epoch, os.getpid(), time.monotonic, settings.dma_grace, access=keys
+        )
         context: zmq.Context[zmq.Socket[bytes]] = cleanup.enter_context(zmq.Context())
-        loop = ServerLoop(context, handlers, settings.idle_exit)
+        chores: list[Callable[[], None]] = []
+        if keys is not None:
+            cleanup.enter_context(authenticator(context, keys))
+            chores.append(KeyWatch(keys))
+        loop = ServerLoop(context, handlers, settings.idle_exit, keys=keys, chores=chores)
         cleanup.callback(loop.close)
-        address = _bind(loop, url, cleanup)
+        handlers.administration.token = runtime.make_token()
+        handlers.administration.stop = loop.end
+        if settings.metrics is not None:
+            chores.append(_start_metrics(settings.metrics, handlers, cleanup))
+        address, keep_bound = listen(loop, url, cleanup)
+        chores.append(keep_bound)
         runtime.write_info(
             {
                 "pid": os.getpid(),
@@ -133,33 +151,15 @@ def run_server(
         log.info("stopping", sessions=len(handlers.sessions))
 
 
-def _bind(loop: ServerLoop, url: str, cleanup: ExitStack) -> str:
-    path = url.removeprefix("ipc://") if url.startswith("ipc://") else None
-    if path is not None:
-        # bind() would silently take the path over from whoever listens there; a killed server only leaves the name.
-        if _listens(path):
-            raise ConfigError(f"somebody already listens at {url}; choose another maru_server_url")
-        _unlink(path)
-    try:
-        address = loop.bind(url)
-    except zmq.ZMQError as error:
-        raise ConfigError(f"cannot listen at {url}: {error}; choose another maru_server_url") from error
-    if path is not None:
-        os.chmod(path, 0o600)
-        cleanup.callback(_unlink, path)
-    return address
+def _start_metrics(where: str, handlers: Handlers, cleanup: ExitStack) -> Callable[[], None]:
+    """Start the listener; returns what publishes the numbers of a moment to it."""
+    # Only here: a server without metrics needs neither the library nor an event loop.
+    from maru_core.server.metrics import MetricsListener
 
-
-def _listens(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(path) == 0
-
-
-def _unlink(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return
+    listener = MetricsListener(where)
+    cleanup.callback(listener.close)
+    listener.start(handlers.snapshot())
+    return lambda: listener.publish(handlers.snapshot())
 
 
 def _allow_many_sessions() -> None:

@@ -46,6 +46,8 @@ class Session:
     seen: float
     pools: int
     attached: bool = False
+    #: Public key (text) of the client that opened it; empty on sockets without keys. Only it may use the session.
+    owner: str = ""
     #: Whether the owner holds the ``flock`` by which its death can be proven.
     proof: bool = False
     #: A session of the server before this one whose owner has not said HELLO again yet: nobody knows what it uses.
@@ -127,7 +129,7 @@ class SessionRegistry:
         """A session of the server before this one: attached, and awaited until its owner says what it still uses."""
         session = Session(number, namespace, record.role, record.name, now, self._pools)
         session.attached = session.awaited = session.resumable = True
-        session.proof, session.dma = record.proof, record.dma
+        session.proof, session.dma, session.owner = record.proof, record.dma, record.owner
         self._by_id[number] = self.awaited[number] = session
         namespace.sessions[number] = session
         return session

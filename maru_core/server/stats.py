@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from maru_core.server.directory import Directory
+from maru_core.server.namespaces import NamespaceState
 from maru_core.server.sessions import SessionRegistry
 
-#: Namespaces that one answer lists at most.
-MAX_LISTED = 100
 
+def collect(
+    server: Mapping[str, Any],
+    directory: Directory,
+    sessions: SessionRegistry,
+    namespaces: Iterable[NamespaceState] = (),
+) -> dict[str, Any]:
+    """The map of STATS, which lists ``namespaces``; amounts in bytes, rounded up to granules.
 
-def collect(server: Mapping[str, Any], directory: Directory, sessions: SessionRegistry) -> dict[str, Any]:
-    """The map of STATS; amounts in bytes, rounded up to granules. O(pools + listed namespaces + silent sessions)."""
+    O(pools + listed namespaces + sessions).
+    """
     granules = [arena.granule for arena in directory.arenas]
     pools = []
     for arena in directory.arenas:
@@ -50,7 +55,7 @@ def collect(server: Mapping[str, Any], directory: Directory, sessions: SessionRe
                 "quota": namespace.quota,
                 "weights_epoch": namespace.weights_epoch,
             }
-            for namespace in islice(directory.namespaces, MAX_LISTED)
+            for namespace in namespaces
         ],
     }
 

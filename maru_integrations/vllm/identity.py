@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from maru_core.config import MaruConfig
-from maru_core.namespace import Namespace
+from maru_core.namespace import OPERATOR_FACT, Namespace
 from maru_integrations.vllm.compat import KVGeometry
 
 #: Name and version of the byte layout that :class:`maru_core.geometry.ObjectLayout` describes.
@@ -29,7 +29,7 @@ def namespace_of(vllm_config: Any, geometry: KVGeometry, chunk_tokens: int, conf
     return Namespace.of(
         {
             "format": STORAGE_FORMAT,
-            "operator": config.cache_namespace,
+            OPERATOR_FACT: config.cache_namespace,
             "model": str(model.model),
             "revision": _text(model.revision),
             "weights": weights_fingerprint(str(model.model), str(load.load_format)),

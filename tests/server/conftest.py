@@ -15,6 +15,7 @@ import pytest
 import zmq
 from attrs import define
 
+from maru_core.access import ClientKeys
 from tests.server.raw import RawClient
 
 
@@ -73,12 +74,12 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 
 @pytest.fixture
-def connect(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Callable[[Server], RawClient]]:
+def connect(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Callable[..., RawClient]]:
     """Raw clients without a session."""
     clients: list[RawClient] = []
 
-    def new(server: Server) -> RawClient:
-        clients.append(RawClient(context, server.url))
+    def new(server: Server, keys: ClientKeys | None = None, timeout: float = 10.0) -> RawClient:
+        clients.append(RawClient(context, server.url, timeout, keys))
         return clients[-1]
 
     yield new

@@ -121,6 +121,8 @@ def main() -> int:
     parser.add_argument("--dma-grace", type=float, default=1.0)
     parser.add_argument("--lease-share", type=float, default=0.5)
     parser.add_argument("--namespace-quota", type=int)
+    parser.add_argument("--keys")
+    parser.add_argument("--metrics")
     options = parser.parse_args()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     settings = ServerSettings(
@@ -134,6 +136,8 @@ def main() -> int:
         options.keep_pools,
         options.dma_grace,
         options.namespace_quota,
+        options.keys,
+        options.metrics,
     )
     try:
         run_server(settings, FileBackend(), ready=lambda address: print(address, flush=True))

@@ -10,6 +10,7 @@ from typing import Any
 import msgpack
 import zmq
 
+from maru_core.access import ClientKeys
 from maru_core.protocol import PROTOCOL_VERSION, Code, Op, PoolDescriptor
 
 
@@ -43,9 +44,13 @@ def u64(*values: int) -> bytes:
 class RawClient:
     """One DEALER socket and, after ``hello``, one session."""
 
-    def __init__(self, context: zmq.Context[Any], url: str, timeout: float = 10.0) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], url: str, timeout: float = 10.0, keys: ClientKeys | None = None
+    ) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
+        if keys is not None:
+            keys.apply(self.socket)
         self.timeout = timeout
         self.socket.connect(url)
         self.request = 0
@@ -159,6 +164,9 @@ class RawClient:
 
     def stats(self) -> dict[str, Any]:
         return self.call(Op.STATS)[0]
+
+    def admin(self, token: str, verb: str, *arguments: Any) -> list[Any]:
+        return self.call(Op.ADMIN, token, verb, *arguments)
 
     def close(self) -> None:
         self.socket.close(0)

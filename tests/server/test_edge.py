@@ -19,6 +19,8 @@ from maru_core.server.sessions import SessionRegistry
 from tests.server.pure import World
 from tests.server.raw import RawClient, Refused, keys, pack, u64
 
+TOKEN = "token"
+
 
 class AlwaysHeld:
     """Locks of clients that never die."""
@@ -53,6 +55,7 @@ def make_handlers() -> tuple[Handlers, int]:
     handlers = Handlers(
         world.directory, SessionRegistry(1, lambda: next(numbers)), AlwaysHeld(), Unsaved(), 7, 1, lambda: 0.0
     )
+    handlers.administration.token = TOKEN
     hello = [Op.HELLO, 1, 0, 0, PROTOCOL_VERSION, "client", [1, "h", "n"], b"\x90", 0, []]
     session = answer(handlers, hello)[3]
     assert answer(handlers, [Op.ATTACH, 2, 7, session, True, False])[2] == Code.OK
@@ -115,6 +118,7 @@ WELL_FORMED = {
     Op.STATS: [],
     Op.PING: [],
     Op.BYE: [],
+    Op.ADMIN: [TOKEN, "sessions", 0],
 }
 
 

@@ -217,12 +217,17 @@ def test_a_second_server_is_refused(start_server, runtime_dir):
     assert b"already runs" in again.stderr
 
 
-def test_a_stopped_server_leaves_only_its_lock(start_server, connect, runtime_dir):
+def test_a_stopped_server_leaves_only_its_lock_and_credential(start_server, connect, runtime_dir):
     server = start_server()
     connect(server).hello()
     server.process.terminate()
     assert server.process.wait(10) == 0
-    assert sorted(path.name for path in runtime_dir.iterdir()) == ["server.lock", "server.log", "sessions"]
+    assert sorted(path.name for path in runtime_dir.iterdir()) == [
+        "admin.token",
+        "server.lock",
+        "server.log",
+        "sessions",
+    ]
     assert not list((runtime_dir / "sessions").iterdir())
 
 

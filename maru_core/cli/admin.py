@@ -1,0 +1,164 @@
+"""``maru admin``: what an operator may do to a server, with the credential in its runtime folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from attrs import frozen
+
+from maru_core.cli.common import Target, fail, settings, table, where
+from maru_core.client.peek import Peek
+from maru_core.errors import ConfigError, MaruError
+from maru_core.protocol import AdminVerb
+from maru_core.runtime_dir import read_token
+from maru_core.sizes import format_size, parse_size
+
+#: Exit code of any failure.
+EXIT_FAILED = 1
+
+
+@frozen
+class Administrator:
+    """The server and the credential for it."""
+
+    peek: Peek
+    token: str
+
+    def ask(self, verb: AdminVerb, *arguments: Any) -> list[Any]:
+        """Carry out a verb; ends the command when that fails."""
+        with _failing():
+            return self.peek.administer(self.token, verb, *arguments)
+
+
+@click.group()
+@where
+@click.option(
+    "--token-file", metavar="PATH", type=click.Path(path_type=Path), help="[default: the folder's admin.token]"
+)
+@click.option("--timeout", default=10.0, show_default=True, type=click.FloatRange(0.01, 600), help="Seconds to wait.")
+@click.pass_context
+def admin(
+    context: click.Context,
+    runtime_dir: str | None,
+    url: str | None,
+    keys: str | None,
+    token_file: Path | None,
+    timeout: float,
+) -> None:
+    """Administer a server. Needs its admin.token, which only the server's user can read."""
+    with _failing():
+        target = Target.find(settings({"runtime_dir": runtime_dir, "server_url": url, "keys": keys}))
+        source = token_file or target.token_file
+        if source is None:
+            raise ConfigError(
+                f"no credential is known for {target.url}; give --token-file, or the server's --runtime-dir"
+            )
+        if not target.may_answer:
+            raise ConfigError(f"no Maru server listens at {target.url}")
+        context.obj = Administrator(target.peek(timeout), read_token(source))
+
+
+@admin.command()
+@click.option("--json", "as_json", is_flag=True, help="A JSON array.")
+@click.pass_obj
+def namespaces(administrator: Administrator, as_json: bool) -> None:
+    """List every namespace, with what it holds and what it stands for."""
+    with _failing():
+        found = administrator.peek.namespaces(administrator.token)
+    rows = [["namespace", "objects", "bytes", "sessions", "weights epoch", "facts"]]
+    for one in found:
+        numbers = [str(one["objects"]), format_size(one["bytes"]), str(one["sessions"]), str(one["weights_epoch"])]
+        rows.append([one["digest"], *numbers, one["facts"]])
+    _show(found, rows, as_json)
+
+
+@admin.command()
+@click.option("--json", "as_json", is_flag=True, help="A JSON array.")
+@click.pass_obj
+def sessions(administrator: Administrator, as_json: bool) -> None:
+    """List every session, with what it holds."""
+    with _failing():
+        found = administrator.peek.sessions(administrator.token)
+    rows = [["session", "namespace", "role", "name", "attached", "reserved", "leased", "silent"]]
+    for one in found:
+        sizes = [format_size(one["reserved"]), format_size(one["leased"])]
+        attached = "no" if not one["attached"] else "yes" if one["proof"] else "without proof"
+        rows.append(
+            [
+                f"{one['session']:016x}",
+                one["namespace"],
+                one["role"],
+                one["name"],
+                attached,
+                *sizes,
+                f"{one['silent_s']:.1f} s",
+            ]
+        )
+    _show(found, rows, as_json)
+
+
+@admin.command()
+@click.argument("namespace", required=False)
+@click.option("--all", "everything", is_flag=True, help="Reset every namespace.")
+@click.pass_obj
+def reset(administrator: Administrator, namespace: str | None, everything: bool) -> None:
+    """Drop all of a namespace (digest) and begin a new weights epoch: running engines no longer hit or store."""
+    if (namespace is None) is not everything:
+        raise click.UsageError("give the digest of a namespace, or --all")
+    (count,) = administrator.ask(AdminVerb.RESET, b"" if namespace is None else _digest(namespace))
+    click.echo(f"{count} namespaces reset")
+
+
+@admin.command()
+@click.argument("namespace")
+@click.argument("size")
+@click.pass_obj
+def quota(administrator: Administrator, namespace: str, size: str) -> None:
+    """Limit what a namespace (digest) may hold; SIZE 0: no limit."""
+    try:
+        limit = parse_size(size)
+    except ValueError:
+        raise click.UsageError(f"{size!r} is no size; give one such as 4G, or 0") from None
+    administrator.ask(AdminVerb.QUOTA, _digest(namespace), limit)
+    click.echo(f"{namespace} may hold {format_size(limit) if limit else 'any amount'}")
+
+
+@admin.command()
+@click.argument("namespace")
+@click.pass_obj
+def evict(administrator: Administrator, namespace: str) -> None:
+    """Drop the objects of a namespace (digest) that nobody reads right now."""
+    (count,) = administrator.ask(AdminVerb.EVICT, _digest(namespace))
+    click.echo(f"{count} objects evicted")
+
+
+@admin.command()
+@click.pass_obj
+def stop(administrator: Administrator) -> None:
+    """End the server."""
+    administrator.ask(AdminVerb.STOP)
+    click.echo("the server is stopping")
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    try:
+        yield
+    except MaruError as error:
+        fail(error, EXIT_FAILED)
+
+
+def _digest(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        raise click.UsageError(f"{text!r} is no digest of a namespace; see `maru admin namespaces`") from None
+
+
+def _show(found: list[Mapping[str, Any]] | list[dict[str, Any]], rows: list[list[str]], as_json: bool) -> None:
+    click.echo(json.dumps(found) if as_json else table(rows))
