@@ -88,7 +88,8 @@ def map_file(descriptor: PoolDescriptor, keeps: int | None = None) -> MappedRegi
         fd = os.open(location, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise BackendError(
-            f"cannot open pool {location}: {error.strerror}; it belongs to a server that ended, or to another user"
+            f"cannot open pool {location}: {error.strerror}; it belongs to a server that ended, to another user, or on "
+            f"another host"
         ) from error
     try:
         status = os.fstat(fd)

@@ -33,6 +33,7 @@ class Channel:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], url: str, keys: ClientKeys | None = None) -> None:
         self.lock = threading.Lock()
         self._url = url
+        self._keys = keys
         try:
             self._socket = context.socket(zmq.DEALER)
         except zmq.ZMQError as error:
@@ -59,6 +60,9 @@ class Channel:
         try:
             self._socket.send(frame, _NOBLOCK)
         except zmq.Again:
+            if self._keys is not None:
+                # Also when the server refused the key: ZeroMQ gives such a connection up for good.
+                raise Unavailable(nobody_answers(self._url, self._keys)) from None
             raise Unavailable(f"{SEND_QUEUE} requests already wait for the server at {self._url}") from None
         except zmq.ZMQError as error:
             raise Unavailable(f"the connection to {self._url} is closed ({error})") from None

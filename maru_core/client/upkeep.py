@@ -95,7 +95,12 @@ class Upkeep:
         self, op: Op, epoch: int, session_id: int, arguments: Sequence[Any], timeout: float, closing: bool = False
     ) -> tuple[int, list[Any]]:
         request_id = next(self._link.ids)
-        self._own.send(encode((int(op), request_id, epoch, session_id, *arguments)))
+        frame = encode((int(op), request_id, epoch, session_id, *arguments))
+        try:
+            self._own.send(frame)
+        except Unavailable:
+            self._reconnect()
+            raise
         deadline = time.monotonic() + timeout
         while (remaining := deadline - time.monotonic()) > 0 and (closing or not self._link.closed):
             reply = self._own.receive(request_id, min(remaining, SLICE))
@@ -105,7 +110,14 @@ class Upkeep:
                 if reply[2] != 0 or (epoch and reply[1] != epoch):
                     raise self._link.refusal(reply, None if not epoch else self._link.session)
                 return reply[1], reply[3:]
+        self._reconnect()
         raise Unavailable(nobody_answers(self._link.url, self._link.keys))
+
+    def _reconnect(self) -> None:
+        """Take a new socket: ZeroMQ gives a connection up for good when its peer refuses it or is no server of ours."""
+        if self._link.url.startswith("tcp:") and not self._link.closed:
+            self._own.close()
+            self._own = Channel(self._link.context, self._link.url, self._link.keys)
 
     def _run(self) -> None:
         pause = 0.0

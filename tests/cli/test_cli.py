@@ -113,5 +113,5 @@ def test_plugins_lists_the_built_ins() -> None:
 
 def test_version_and_help() -> None:
     assert "0." in maru("--version").output
-    for command in ("serve", "status", "plugins"):
+    for command in ("serve", "status", "plugins", "keygen", "admin"):
         assert command in maru("--help").output

@@ -245,6 +245,16 @@ def test_a_read_only_runtime_folder_is_named(tmp_path: Path) -> None:
         MaruHandler.connect(MaruConfig(runtime_dir=str(tmp_path)), NAMESPACE, host=PluginHost.with_plugins({}))
 
 
+def test_a_log_that_leads_elsewhere_is_named_and_not_followed(folder: Folder) -> None:
+    target = folder.path / "precious"
+    target.write_text("mine")
+    (folder.path / "server.log").symlink_to(target)
+    with pytest.raises(ConfigError, match=r"server\.log: it is a symbolic link; remove it"):
+        folder.connect()
+    assert target.read_text() == "mine"
+    assert folder.pids() == []
+
+
 def test_a_server_that_cannot_start_says_why(folder: Folder) -> None:
     start = time.monotonic()
     with pytest.raises(BackendError, match="maru_pool_size"):

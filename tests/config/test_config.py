@@ -1,5 +1,6 @@
 """One place parses every setting; a wrong one stops the start and says how to put it right."""
 
+import re
 from typing import Any
 
 import pytest
@@ -146,6 +147,22 @@ def test_booleans_may_be_text(text: str) -> None:
 )
 def test_addresses(url: str) -> None:
     assert config({"maru_server_url": url}).server_url == url
+
+
+def test_an_address_of_another_host_needs_keys() -> None:
+    for url in ("tcp://0.0.0.0:5555", "tcp://10.0.0.1:5555", "tcp://cache.example:5555", "tcp://[2001:db8::1]:5555"):
+        with pytest.raises(ConfigError, match=re.escape(url) + ".*maru keygen"):
+            config({"maru_server_url": url})
+        assert config({"maru_server_url": url}, {"MARU_KEYS": "/keys"}).server_url == url
+
+
+def test_metrics_need_a_host() -> None:
+    assert config({"maru_metrics": "[::]:9090"}).metrics == "[::]:9090"
+    assert config({}, {"MARU_METRICS": "127.0.0.1:0"}).metrics == "127.0.0.1:0"
+
+
+def test_keys_that_are_no_text_belong_to_others() -> None:
+    assert MaruConfig.from_mapping({5: 1, None: 2, b"maru_keys": 3}, {}).describe()["maru_keys"] == (None, "default")  # type: ignore[dict-item]
 
 
 def test_orders_may_be_lists_or_text() -> None:

@@ -1,0 +1,184 @@
+"""``maru keygen`` and ``maru admin``."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import zmq
+from click.testing import CliRunner, Result
+
+from maru_core.cli import main
+from maru_core.client import StoreResult
+from maru_core.client.peek import Peek
+from maru_core.errors import Unavailable
+from maru_core.testing import ServerFactory
+from tests.client.real import Folder
+from tests.server.keyed import free_port, own_address
+
+
+def maru(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def admin(folder: Folder, *arguments: object) -> Result:
+    return maru("admin", "--runtime-dir", folder.path, *arguments)
+
+
+def test_keygen_says_what_it_wrote_and_replaces_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    first = maru("keygen", folder)
+    assert first.exit_code == 0
+    names = ("server.key", "server.pub", "client.key", "client.pub")
+    assert first.output.split() == [str(folder / name) for name in names]
+    again = maru("keygen", folder)
+    assert again.exit_code == 1
+    assert "--force" in again.output
+    more = maru("keygen", folder, "--client", "red", "--namespace", "a", "--namespace", "b")
+    assert more.output.split() == [str(folder / "red.key"), str(folder / "red.pub")]
+    assert 'namespaces = "a, b"' in (folder / "red.pub").read_text()
+    assert maru("keygen", folder, "--client", "red", "--force").exit_code == 0
+    assert "namespaces" not in (folder / "red.pub").read_text()
+    assert maru("keygen", folder, "--client", "../red").exit_code == 1
+
+
+def test_an_operator_sees_and_resets_namespaces(folder: Folder) -> None:
+    handler = folder.connect(instance_id="i")
+    handler.store("a", b"x" * 5000)
+    table = admin(folder, "namespaces")
+    assert table.exit_code == 0, table.output
+    digest = handler.namespace.digest.hex()
+    assert digest in table.output
+    assert "model=test" in table.output
+    (listed,) = json.loads(admin(folder, "namespaces", "--json").output)
+    assert (listed["objects"], listed["bytes"], listed["weights_epoch"]) == (1, 5000, 0)
+    assert "client" in admin(folder, "sessions").output
+    (session,) = json.loads(admin(folder, "sessions", "--json").output)
+    assert session["namespace"] == digest
+    assert admin(folder, "reset", digest).output == "1 namespaces reset\n"
+    assert handler.retrieve("a") is None
+    assert handler.store("b", b"x") is StoreResult.REFUSED
+    (listed,) = json.loads(admin(folder, "namespaces", "--json").output)
+    assert (listed["objects"], listed["weights_epoch"]) == (0, 1)
+    assert admin(folder, "reset", "--all").exit_code == 0
+
+
+def test_an_operator_evicts(folder: Folder) -> None:
+    handler = folder.connect()
+    handler.store("a", b"x")
+    handler.store("b", b"x")
+    held = handler.retrieve("a")
+    assert admin(folder, "evict", handler.namespace.digest.hex()).output == "1 objects evicted\n"
+    assert handler.batch_exists(["a", "b"]) == [True, False]
+    assert held is not None
+    held.close()
+
+
+def test_an_operator_stops_the_server(maru_server: ServerFactory) -> None:
+    server = maru_server()
+    result = maru("admin", "--runtime-dir", server.runtime_dir, "stop")
+    assert result.exit_code == 0, result.output
+    assert server.process.wait(10) == 0
+    gone = maru("admin", "--runtime-dir", server.runtime_dir, "stop")
+    assert gone.exit_code == 1
+    assert "no Maru server listens" in gone.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("reset",), "--all"),
+        (("reset", "00" * 16, "--all"), "--all"),
+        (("reset", "nonsense"), "no digest"),
+        (("reset", "00" * 16), "no namespace has the digest"),
+        (("evict", "00"), "16 bytes"),
+        (("quota", "00" * 16, "lots"), "no size"),
+    ],
+)
+def test_mistakes_are_named(folder: Folder, arguments: tuple[str, ...], word: str) -> None:
+    folder.connect()
+    result = admin(folder, *arguments)
+    assert result.exit_code != 0
+    assert word in result.output
+    assert "Traceback" not in result.output
+
+
+def test_another_credential_is_refused(folder: Folder, tmp_path: Path) -> None:
+    folder.connect()
+    (tmp_path / "token").write_text("0" * 64)
+    result = admin(folder, "--token-file", tmp_path / "token", "stop")
+    assert result.exit_code == 1
+    assert "not the credential" in result.output
+    (tmp_path / "token").write_text("short")
+    assert "64 characters" in admin(folder, "--token-file", tmp_path / "token", "stop").output
+    assert "cannot read" in admin(folder, "--token-file", tmp_path / "none", "stop").output
+
+
+def test_status_without_the_credential_shows_totals(folder: Folder) -> None:
+    handler = folder.connect()
+    handler.store("a", b"x" * 5000)
+    (folder.path / "admin.token").unlink()
+    result = maru("status", "--runtime-dir", folder.path)
+    assert result.exit_code == 0, result.output
+    assert "8.0 KiB" in result.output
+    assert handler.namespace.digest.hex() not in result.output
+
+
+def test_the_credential_goes_to_no_other_server(maru_server: ServerFactory, maru_runtime_dir: Path) -> None:
+    """Somebody else's socket, asked about with the runtime folder of a server that lives elsewhere."""
+    server = maru_server()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    spy = context.socket(zmq.ROUTER)
+    spy.bind(f"ipc://{maru_runtime_dir}/spy.sock")
+    heard: list[bytes] = []
+
+    def listen() -> None:
+        while spy.poll(1500):
+            heard.append(spy.recv_multipart()[1])
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    common = ("--runtime-dir", server.runtime_dir, "--url", f"ipc://{maru_runtime_dir}/spy.sock", "--timeout", "0.5")
+    maru("status", *common)
+    result = maru("admin", *common, "stop")
+    thread.join()
+    spy.close(0)
+    context.term()
+    assert "no credential is known" in result.output
+    token = (server.runtime_dir / "admin.token").read_text().strip().encode()
+    assert heard, "status asked"
+    assert not any(token in frame for frame in heard)
+    assert maru("admin", "--runtime-dir", server.runtime_dir, "--url", server.url, "sessions").exit_code == 0
+
+
+def test_a_server_at_a_tcp_address_is_found_and_administered_with_keys(
+    maru_server: ServerFactory, maru_runtime_dir: Path
+) -> None:
+    keys = maru_runtime_dir / "keys"
+    assert maru("keygen", keys).exit_code == 0
+    host = own_address()
+    maru_server(server_url=f"tcp://{host}:{free_port(host)}", keys=str(keys))
+    where = ("--runtime-dir", maru_runtime_dir)
+    assert maru("admin", *where, "--keys", keys, "sessions").exit_code == 0
+    without = maru("admin", *where, "sessions")
+    assert without.exit_code == 1
+    assert "--keys" in without.output
+    assert maru("status", *where, "--keys", keys).exit_code == 0
+    blind = maru("status", *where, "--timeout", "0.3")
+    assert blind.exit_code == 1
+    assert "no answer within 0.3 s" in blind.output
+
+
+def test_peek_says_that_nobody_answers(maru_runtime_dir: Path) -> None:
+    with pytest.raises(Unavailable, match=r"no answer within 0\.1 s"):
+        Peek(f"ipc://{maru_runtime_dir}/x.sock", 0.1).stats()
+
+
+def test_sessions_of_a_reset_namespace_find_the_new_weights_epoch(folder: Folder) -> None:
+    handler = folder.connect()
+    admin(folder, "reset", "--all")
+    later = folder.connect()
+    assert later.store("a", b"x") is StoreResult.STORED
+    assert handler.retrieve("a") is None, "an engine that still runs the old weights"
