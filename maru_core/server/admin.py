@@ -44,7 +44,8 @@ Steps = Generator[None, None, list[Any]]
 class Administration:
     """Checks the credential and carries out verbs. ``clock`` in seconds, as that of the sessions.
 
-    ``hide`` begins a new weights epoch in namespaces, and returns what each has to free. ``token`` ``None``: every request is refused. ``stop`` ends the server soon.
+    ``hide`` begins a new weights epoch in namespaces, and returns what each has to free. ``token`` ``None``: every
+    request is refused. ``stop`` ends the server soon.
     """
 
     directory: Directory

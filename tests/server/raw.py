@@ -49,6 +49,7 @@ class RawClient:
     ) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
+        self.keys = keys
         if keys is not None:
             keys.apply(self.socket)
         self.timeout = timeout
@@ -120,12 +121,15 @@ class RawClient:
         url: str,
         writing: tuple[list[int], list[int]] = ([], []),
         reading: dict[int, tuple[list[int], list[int]]] | None = None,
+        namespace: bytes = b"\x90",
     ) -> bool:
         """Go on at a server that was started again, with entries and generations; whether it is the same session."""
         context = self.socket.context
         self.socket.close(0)
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
+        if self.keys is not None:
+            self.keys.apply(self.socket)
         self.socket.connect(url)
         earlier, self.epoch, self.session = self.session, 0, 0
         leases = reading or {}
@@ -138,7 +142,7 @@ class RawClient:
             pack([entry for entries, _ in leases.values() for entry in entries]),
             pack([generation for _, generations in leases.values() for generation in generations]),
         ]
-        self.hello(resume=columns)
+        self.hello(namespace, resume=columns)
         return self.session == earlier
 
     def reserve(self, column: bytes, length: Any = 4096, parents: bytes = b"") -> tuple[bytes, list[int], list[int]]:

@@ -14,8 +14,8 @@ import zmq
 
 from maru_core.access import ClientKeys, KeyPair, make_keys
 from maru_core.protocol import Code, Op
-from tests.server.keyed import descriptor, own_address, tenants
-from tests.server.raw import RawClient, Refused, key, keys, u64
+from tests.server.keyed import descriptor, free_port, own_address, tenants
+from tests.server.raw import RawClient, Refused, key, keys, pack, u64
 from tests.server.test_sessions import wait_for
 
 
@@ -164,6 +164,24 @@ def served(connect, server, own) -> bool:
         return client.receive()[2] == Code.OK
     except TimeoutError:
         return False
+
+
+def test_a_session_is_resumed_by_its_own_key_only(start_server, connect, runtime_dir):
+    known, host = tenants(runtime_dir), own_address()
+    options = ("--url", f"tcp://{host}:{free_port(host)}", "--keys", str(runtime_dir / "keys"))
+    server = start_server(*options)
+    red = hello_as(connect, server, known["red"], "red")
+    _, entries, generations = red.reserve(keys(0, 2))
+    server.process.kill()
+    server.process.wait()
+    server = start_server(*options)
+    thief = connect(server, known["free"])
+    columns = [red.session, pack(entries), pack(generations), b"", b"", b"", b""]
+    thief.hello(descriptor("red"), resume=columns)
+    assert thief.session != red.session
+    assert thief.commit(entries, generations) == b"\1\1"
+    assert red.resume(server.url, (entries, generations), namespace=descriptor("red"))
+    assert red.commit(entries, generations) == bytes(2)
 
 
 def test_many_strangers_do_not_delay_a_client(keyed, connect, context):

@@ -128,7 +128,7 @@ def test_a_file_that_is_no_socket_is_not_replaced(maru_runtime_dir: Path) -> Non
 
 def test_sessions_that_is_no_folder_is_named(maru_runtime_dir: Path) -> None:
     (maru_runtime_dir / "sessions").write_text("")
-    refused(serve(maru_runtime_dir), f"{maru_runtime_dir}/sessions", "remove it")
+    refused(serve(maru_runtime_dir), f"{maru_runtime_dir}/sessions", "remove")
     (maru_runtime_dir / "sessions").unlink()
     (maru_runtime_dir / "elsewhere").mkdir()
     (maru_runtime_dir / "sessions").symlink_to("elsewhere")
