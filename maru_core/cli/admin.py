@@ -119,13 +119,13 @@ def reset(administrator: Administrator, namespace: str | None, everything: bool)
 @click.argument("size")
 @click.pass_obj
 def quota(administrator: Administrator, namespace: str, size: str) -> None:
-    """Limit what a namespace (digest) may hold; SIZE 0: no limit."""
+    """Limit what a namespace (digest) may hold; SIZE 0 takes that back."""
     try:
         limit = parse_size(size)
     except ValueError:
         raise click.UsageError(f"{size!r} is no size; give one such as 4G, or 0") from None
     administrator.ask(AdminVerb.QUOTA, _digest(namespace), limit)
-    click.echo(f"{namespace} may hold {format_size(limit) if limit else 'any amount'}")
+    click.echo(f"{namespace} may hold {format_size(limit) if limit else 'what any other may'}")
 
 
 @admin.command()

@@ -18,7 +18,7 @@ from maru_core.namespace import facts_of
 from maru_core.pool_format import DIGEST_SIZE
 from maru_core.protocol.codec import describe
 from maru_core.protocol.messages import AdminVerb, Code
-from maru_core.server import requests
+from maru_core.server import requests, stats
 from maru_core.server.directory import Directory
 from maru_core.server.index import KeyIndex
 from maru_core.server.namespaces import NamespaceState
@@ -111,7 +111,7 @@ class Administration:
         start = requests.number(requests.arguments(raw, 1)[0], "number of the first namespace")
         known = self.directory.namespaces.by_number
         page = list(islice((state for number, state in known.items() if number >= start), PAGE + 1))
-        return [[_namespace(state) for state in page[:PAGE]], page[PAGE].number if len(page) > PAGE else 0]
+        return [[_namespace(state, self.directory) for state in page[:PAGE]], page[PAGE].number if len(page) > PAGE else 0]
 
     def _sessions(self, raw: list[Any]) -> Steps:
         yield from ()
@@ -153,10 +153,7 @@ class Administration:
         digest, limit = requests.arguments(raw, 2)
         requests.number(limit, "quota")
         (state,) = self._chosen(digest, several=False)
-        set_quota = getattr(self.directory, "set_quota", None)
-        if set_quota is None:
-            raise ProtocolError("this server has no quotas")
-        set_quota(state, limit)
+        self.directory.set_quota(state, limit or None)
         return [limit]
 
     def _evict(self, raw: list[Any]) -> Steps:
@@ -186,12 +183,9 @@ class Administration:
         return found
 
 
-def _namespace(state: NamespaceState) -> dict[str, Any]:
+def _namespace(state: NamespaceState, directory: Directory) -> dict[str, Any]:
     return {
-        "digest": state.digest.hex(),
-        "objects": state.objects,
-        "bytes": state.stored_bytes,
-        "weights_epoch": state.weights_epoch,
+        **stats.of_namespace(state, directory),
         "sessions": len(state.sessions),
         "facts": "" if state.descriptor is None else _description(state.descriptor),
     }

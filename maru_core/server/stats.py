@@ -20,7 +20,6 @@ def collect(
 
     O(pools + listed namespaces + sessions).
     """
-    granules = [arena.granule for arena in directory.arenas]
     pools = []
     for arena in directory.arenas:
         quarantined = sum(session.reserved_pages[arena.number] for session in sessions.silent.values())
@@ -45,18 +44,21 @@ def collect(
         "pools": pools,
         "sessions": sessions.attached,
         "counters": dict(directory.counters),
-        "namespaces": [
-            {
-                "digest": namespace.digest.hex(),
-                "objects": namespace.objects,
-                "bytes": namespace.stored_bytes,
-                "used": _bytes(namespace.taken, granules) - _bytes(namespace.reserved, granules),
-                "reserved": _bytes(namespace.reserved, granules),
-                "quota": namespace.quota,
-                "weights_epoch": namespace.weights_epoch,
-            }
-            for namespace in namespaces
-        ],
+        "namespaces": [of_namespace(namespace, directory) for namespace in namespaces],
+    }
+
+
+def of_namespace(namespace: NamespaceState, directory: Directory) -> dict[str, Any]:
+    """What STATS and ADMIN tell about one namespace; amounts as in :func:`collect`."""
+    granules = [arena.granule for arena in directory.arenas]
+    return {
+        "digest": namespace.digest.hex(),
+        "objects": namespace.objects,
+        "bytes": namespace.stored_bytes,
+        "used": _bytes(namespace.taken, granules) - _bytes(namespace.reserved, granules),
+        "reserved": _bytes(namespace.reserved, granules),
+        "quota": namespace.quota,
+        "weights_epoch": namespace.weights_epoch,
     }
 
 

@@ -11,6 +11,7 @@ from maru_core.protocol import Code, Op
 from maru_core.server.admin import MAX_WRONG, PAGE
 from tests.server.keyed import descriptor, own_address, tenants
 from tests.server.raw import RawClient, Refused, keys, u64
+from tests.server.test_edge import answer, make_handlers
 
 KEYS = keys(0, 4)
 
@@ -101,6 +102,17 @@ def test_evict_drops_what_nobody_reads(server, connect, operator, token):
     assert blue.probe(keys(0, 300)) == b"\1" * 300
     red.call(Op.RELEASE, u64(lease))
     assert operator.admin(token, "evict", RED) == [10]
+
+
+def test_a_quota_is_the_directorys_business():
+    handlers, session = make_handlers()
+    handlers.administration.token = "t"
+    ordered = []
+    handlers.directory.set_quota = lambda state, limit: ordered.append((state.digest, limit))
+    digest = handlers.sessions.get(session).namespace.digest
+    for limit in (5000, 0):
+        assert answer(handlers, [Op.ADMIN, 1, 0, 0, "t", "quota", digest, limit])[2:] == [Code.OK, limit]
+    assert ordered == [(digest, 5000), (digest, None)]
 
 
 def test_stop_answers_and_ends(server, connect, operator, token):

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
+import socket
 import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import msgpack
 import pytest
 
 from maru_core.client.bootstrap import is_listening
 from maru_core.protocol import Op
 from maru_core.testing import ServerFactory
-from tests.server.raw import keys
+from tests.server.keyed import free_port
+from tests.server.raw import RawClient, keys
 from tests.server.test_sessions import wait_for
 
 
@@ -66,6 +71,45 @@ def test_what_is_asked_for_is_seen_by_the_same_look(maru_server: ServerFactory, 
     other.mkdir(mode=0o700)
     server = maru_server(other, server_url="tcp://127.0.0.1:45871", metrics="127.0.0.1:45872")
     assert listening(server.pid) == {"tcp 0100007F:B32F", "tcp 0100007F:B330"}
+
+
+class Marker:
+    """Unpickled, it runs a command."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (self.command,)
+
+
+def test_what_would_run_when_unpickled_runs_nowhere(start_server, connect, context, runtime_dir):
+    marker = runtime_dir / "marker"
+    payload = pickle.dumps(Marker(f"touch {marker}"))
+    pickle.loads(payload)  # noqa: S301 - it does what it says where somebody unpickles it
+    assert marker.exists()
+    marker.unlink()
+    port = free_port("127.0.0.1")
+    server = start_server("--metrics", f"127.0.0.1:{port}")
+    client = connect(server).hello()
+    token = (runtime_dir / "admin.token").read_text().strip()
+    for message in (
+        payload,
+        msgpack.packb([6, 1, client.epoch, client.session, 0, payload]),
+        msgpack.packb([6, 1, client.epoch, client.session, 0, msgpack.ExtType(1, payload)]),
+        msgpack.packb([1, 1, 0, 0, 2, "client", [1, "h", "n"], payload, 0, []]),
+        msgpack.packb([15, 1, 0, 0, token, "namespaces", payload]),
+    ):
+        rude = RawClient(context, server.url)
+        rude.socket.send(message)
+        rude.socket.poll(300)
+        rude.close()
+    with socket.create_connection(("127.0.0.1", port)) as plain:
+        plain.sendall(b"GET /metrics HTTP/1.1\r\nX: " + payload + b"\r\n\r\n" + payload)
+        plain.recv(100)
+    connect(server).admin(token, "namespaces", 0)
+    client.call(Op.PING)
+    assert not marker.exists()
 
 
 def test_files_are_private_whatever_the_mask(maru_runtime_dir: Path) -> None:
@@ -155,8 +199,6 @@ def test_a_socket_that_was_removed_comes_back(start_server, connect):
 
 
 def test_a_socket_that_is_anothers_by_now_is_left_alone(start_server, connect, runtime_dir):
-    import socket
-
     server = start_server()
     old = connect(server).hello()
     path = Path(server.url.removeprefix("ipc://"))
