@@ -12,11 +12,12 @@ import click
 from attrs import frozen
 
 from maru_core.access import ClientKeys
+from maru_core.address import Address
 from maru_core.client.bootstrap import is_listening
 from maru_core.client.peek import Peek
 from maru_core.config import PREFIX, MaruConfig
-from maru_core.errors import MaruError
-from maru_core.runtime_dir import RuntimeDir
+from maru_core.errors import ConfigError, MaruError
+from maru_core.runtime_dir import RuntimeDir, check_url
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -66,7 +67,9 @@ class Target:
             may_answer = is_listening(folder.server_socket)
             if not may_answer and info.get("url") not in (None, url):
                 # Started with an address of its own.
-                url, may_answer = str(info["url"]), True
+                url, may_answer = check_url(str(info["url"]), secured=True), True
+                if config.keys is None and not Address.parse(url).is_local:
+                    raise ConfigError(f"the server of {path} listens at {url}; give keys for it (--keys)")
         # A credential is only for the server of its folder: any other would learn it.
         token_file = folder.admin_token if config.server_url == "auto" or info.get("url") == url else None
         keys = ClientKeys.load(config.keys) if config.keys is not None and url.startswith("tcp:") else None

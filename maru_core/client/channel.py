@@ -46,6 +46,9 @@ class Channel:
         self._timeout_ms = -1
         self._parked: dict[int, list[Any] | None] = {}
         try:
+            if url.startswith("tcp://["):
+                # Not for names: those would be looked up as IPv6 only, also where the server listens on IPv4.
+                self._socket.setsockopt(zmq.IPV6, 1)
             if keys is not None:
                 keys.apply(self._socket)
             self._socket.connect(url)

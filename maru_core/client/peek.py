@@ -68,7 +68,8 @@ class Peek:
             channel.send(encode((int(op), 1, 0, 0, *arguments)))
             reply = channel.receive(1, self.timeout)
         if reply is None:
-            raise Unavailable(f"no answer within {self.timeout:g} s; {nobody_answers(self.url, self.keys)}")
+            hint = "" if self.keys is None else f"; {nobody_answers(self.url, self.keys)}"
+            raise Unavailable(f"no answer within {self.timeout:g} s{hint}")
         if reply[2] != Code.OK:
             text = reply[3] if len(reply) == 4 else "no reason given"
             raise ServerError(reply[2], f"the Maru server at {self.url} refuses {op.name}: {text}")

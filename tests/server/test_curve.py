@@ -13,7 +13,9 @@ import pytest
 import zmq
 
 from maru_core.access import ClientKeys, KeyPair, make_keys
+from maru_core.client.channel import Channel
 from maru_core.protocol import Code, Op
+from maru_core.protocol.codec import encode
 from tests.server.keyed import descriptor, free_port, own_address, tenants
 from tests.server.raw import RawClient, Refused, key, keys, pack, u64
 from tests.server.test_sessions import wait_for
@@ -50,6 +52,18 @@ def test_a_client_with_a_known_key_is_served(keyed, connect):
     assert client.probe(big)[:4] == b"\1\1\1\0", "a message of megabytes"
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_loopback_address_may_have_keys(start_server, connect, runtime_dir, host):
+    known = tenants(runtime_dir)
+    server = start_server("--url", f"tcp://{host}:*", "--keys", str(runtime_dir / "keys"))
+    for own, answered in ((known["free"], True), (None, False)):
+        with zmq.Context() as context:
+            channel = Channel(context, server.url, own)
+            channel.send(encode((int(Op.PING), 1, 0, 0)))
+            assert (channel.receive(1, 5.0 if answered else 0.7) is not None) is answered
+            channel.close()
+
+
 def test_unknown_keys_no_keys_and_wrong_server_keys_get_no_answer(keyed, connect, tmp_path):
     server, known = keyed
     public, secret = zmq.curve_keypair()
@@ -63,7 +77,9 @@ def test_unknown_keys_no_keys_and_wrong_server_keys_get_no_answer(keyed, connect
     host, port = server.url.removeprefix("tcp://").rsplit(":", 1)
     with socket.create_connection((host, int(port))) as plain:
         plain.sendall(msgpack.packb([int(Op.PING), 1, 0, 0]) * 100)
-    assert hello_as(connect, server, known["free"], None).call(Op.PING) == [], "the server still serves"
+    good = hello_as(connect, server, known["free"], None)
+    assert good.call(Op.PING) == [], "the server still serves"
+    assert good.stats()["counters"]["keys_refused"] == 0, "they were turned away before anybody read what they sent"
 
 
 def test_without_an_authenticator_nobody_is_let_in(context, tmp_path):
