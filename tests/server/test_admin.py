@@ -10,7 +10,7 @@ from maru_core.namespace import Namespace
 from maru_core.protocol import Code, Op
 from maru_core.server.admin import MAX_WRONG, PAGE
 from tests.server.keyed import descriptor, own_address, tenants
-from tests.server.raw import RawClient, Refused, keys, u64
+from tests.server.raw import RawClient, Refused, keys, u32, u64
 from tests.server.test_edge import answer, make_handlers
 
 KEYS = keys(0, 4)
@@ -102,6 +102,19 @@ def test_evict_drops_what_nobody_reads(server, connect, operator, token):
     assert blue.probe(keys(0, 300)) == b"\1" * 300
     red.call(Op.RELEASE, u64(lease))
     assert operator.admin(token, "evict", RED) == [10]
+
+
+def test_pages_that_went_to_another_namespace_meanwhile_are_not_evicted():
+    """EVICT works on entries that it saw some turns ago."""
+    handlers, session = make_handlers()
+    kept = handlers.sessions.get(session).namespace
+    reply = answer(handlers, [Op.RESERVE, 5, 7, session, 0, KEYS, b"", 100])
+    entries = u32(reply[4])
+    assert answer(handlers, [Op.COMMIT, 6, 7, session, reply[4], reply[5], b""])[3] == bytes(4)
+    handlers.directory.evict(handlers.directory.namespaces.open(descriptor("red")), entries)
+    assert answer(handlers, [Op.PROBE, 7, 7, session, 0, KEYS])[3] == b"\1" * 4
+    handlers.directory.evict(kept, entries)
+    assert answer(handlers, [Op.PROBE, 8, 7, session, 0, KEYS])[3] == bytes(4)
 
 
 def test_a_quota_is_the_directorys_business():
