@@ -70,10 +70,13 @@ def namespaces(administrator: Administrator, as_json: bool) -> None:
     """List every namespace, with what it holds and what it stands for."""
     with _failing():
         found = administrator.peek.namespaces(administrator.token)
-    rows = [["namespace", "objects", "bytes", "sessions", "weights epoch", "facts"]]
+    rows = [["namespace", "objects", "used", "quota", "sessions", "weights epoch", "facts"]]
     for one in found:
-        numbers = [str(one["objects"]), format_size(one["bytes"]), str(one["sessions"]), str(one["weights_epoch"])]
-        rows.append([one["digest"], *numbers, one["facts"]])
+        quota = "-" if one["quota"] is None else format_size(one["quota"])
+        sizes = [format_size(one["used"]), quota]
+        rows.append(
+            [one["digest"], str(one["objects"]), *sizes, str(one["sessions"]), str(one["weights_epoch"]), one["facts"]]
+        )
     _show(found, rows, as_json)
 
 

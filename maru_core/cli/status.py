@@ -59,10 +59,8 @@ def _namespaces(target: Target, timeout: float) -> list[dict[str, Any]]:
         return []
     try:
         return target.peek(timeout).namespaces(read_token(target.token_file))
-    except (
-        ConfigError,
-        ServerError,
-    ):  # an address without keys; a credential that was replaced: totals are all there is
+    except (ConfigError, ServerError):
+        # An address without keys, or a credential that was replaced: totals are all there is.
         return []
 
 

@@ -111,7 +111,10 @@ class Administration:
         start = requests.number(requests.arguments(raw, 1)[0], "number of the first namespace")
         known = self.directory.namespaces.by_number
         page = list(islice((state for number, state in known.items() if number >= start), PAGE + 1))
-        return [[_namespace(state, self.directory) for state in page[:PAGE]], page[PAGE].number if len(page) > PAGE else 0]
+        return [
+            [_namespace(state, self.directory) for state in page[:PAGE]],
+            page[PAGE].number if len(page) > PAGE else 0,
+        ]
 
     def _sessions(self, raw: list[Any]) -> Steps:
         yield from ()

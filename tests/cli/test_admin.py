@@ -65,6 +65,15 @@ def test_an_operator_sees_and_resets_namespaces(folder: Folder) -> None:
     assert admin(folder, "reset", "--all").exit_code == 0
 
 
+def test_an_operator_limits_a_namespace(folder: Folder) -> None:
+    handler = folder.connect()
+    digest = handler.namespace.digest.hex()
+    assert admin(folder, "quota", digest, "1M").output == f"{digest} may hold 1.0 MiB\n"
+    assert "1.0 MiB" in admin(folder, "namespaces").output
+    assert admin(folder, "quota", digest, "0").exit_code == 0
+    assert json.loads(admin(folder, "namespaces", "--json").output)[0]["quota"] is None
+
+
 def test_an_operator_evicts(folder: Folder) -> None:
     handler = folder.connect()
     handler.store("a", b"x")

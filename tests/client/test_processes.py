@@ -80,8 +80,8 @@ def test_the_pool_size_of_an_engine_that_comes_second_is_its_quota(
     # A whole page of difference at least is told, and this pool is small.
     for start in range(0, 400, 100):
         second.batch_store([f"{number}" for number in range(start, start + 100)], [b"x"] * 100)
-    by_digest = {item["digest"]: item for item in second.server_stats()["namespaces"]}
-    mine, other = by_digest[second.namespace.digest.hex()], by_digest[first.namespace.digest.hex()]
+    (mine,), (other,) = (handler.server_stats()["namespaces"] for handler in (second, first))
+    assert mine["digest"] == second.namespace.digest.hex()
     assert mine["used"] == mine["quota"] == 1 << 20
     assert (other["used"], other["quota"]) == (100 * 4096, None)
     assert second.exists("399")

@@ -117,15 +117,18 @@ def test_pages_that_went_to_another_namespace_meanwhile_are_not_evicted():
     assert answer(handlers, [Op.PROBE, 8, 7, session, 0, KEYS])[3] == bytes(4)
 
 
-def test_a_quota_is_the_directorys_business():
-    handlers, session = make_handlers()
-    handlers.administration.token = "t"
-    ordered = []
-    handlers.directory.set_quota = lambda state, limit: ordered.append((state.digest, limit))
-    digest = handlers.sessions.get(session).namespace.digest
-    for limit in (5000, 0):
-        assert answer(handlers, [Op.ADMIN, 1, 0, 0, "t", "quota", digest, limit])[2:] == [Code.OK, limit]
-    assert ordered == [(digest, 5000), (digest, None)]
+def test_a_quota_is_ordered_and_taken_back(server, connect, operator, token):
+    red = connect(server).hello(descriptor("red"))
+    red.store(keys(0, 20))
+    assert operator.admin(token, "quota", RED, 10 * 4096) == [10 * 4096]
+    (own,) = red.stats()["namespaces"]
+    assert own["quota"] == 10 * 4096
+    red.store(keys(20, 4))
+    (own,) = red.stats()["namespaces"]
+    assert own["used"] <= 10 * 4096
+    assert operator.admin(token, "quota", RED, 0) == [0]
+    assert red.stats()["namespaces"][0]["quota"] is None
+    assert red.store(keys(100, 30)) == bytes(30)
 
 
 def test_stop_answers_and_ends(server, connect, operator, token):
