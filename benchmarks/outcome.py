@@ -25,6 +25,26 @@ class Bound:
         """Whether the figure is over the limit."""
         return not self.figure <= self.limit
 
+    @property
+    def wanted(self) -> str:
+        """What the figure must be."""
+        return f"at most {self.limit:g}"
+
+
+@dataclass(frozen=True)
+class Least(Bound):
+    """A figure that must be at least ``limit``."""
+
+    @property
+    def missed(self) -> bool:
+        """Whether the figure is below the limit."""
+        return not self.figure >= self.limit
+
+    @property
+    def wanted(self) -> str:
+        """What the figure must be."""
+        return f"at least {self.limit:g}"
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -52,7 +72,7 @@ def report(outcome: Outcome, target: Path | None) -> int:
     """Print, write, and return the exit status: 1 when a bound is missed."""
     print("\n".join([*align(outcome.table), *outcome.notes]))
     for bound in outcome.bounds:
-        print(f"{bound.name}: {bound.figure:.4g}, at most {bound.limit:g}: {'MISSED' if bound.missed else 'met'}")
+        print(f"{bound.name}: {bound.figure:.6g}, {bound.wanted}: {'MISSED' if bound.missed else 'met'}")
     missed = [bound.name for bound in outcome.bounds if bound.missed]
     if target is not None:
         limits = {bound.name: {"figure": bound.figure, "limit": bound.limit} for bound in outcome.bounds}

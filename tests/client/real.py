@@ -68,7 +68,7 @@ class Folder:
             file.seek(40)
             file.write(b"spoilt")
 
-    def run(self, code: str, *arguments: str) -> subprocess.Popen[str]:
+    def run(self, code: str, *arguments: str, stdin: int | None = None) -> subprocess.Popen[str]:
         """Start a Python process with ``handler`` connected to this folder."""
         prelude = (
             "import os, sys, time, signal, threading\n"
@@ -80,6 +80,7 @@ class Folder:
         )
         process = subprocess.Popen(
             [sys.executable, "-c", prelude + code, *arguments],
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
