@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.outcome import Bound, Least, Outcome, main
+from maru_core import logs
 from tests.chaos.controller import Chaos, ChaosError, Scale, operations
 from tests.chaos.server import OPERATIONS
 from tests.chaos.tally import FATAL
@@ -98,4 +99,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
+    logs.setup("error")
     sys.exit(main(__doc__, measure, add_options))
