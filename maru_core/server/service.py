@@ -24,6 +24,7 @@ from maru_core.errors import ConfigError
 from maru_core.protocol.version import PROTOCOL_VERSION
 from maru_core.runtime_dir import RuntimeDir, check_url
 from maru_core.server.handlers import Handlers
+from maru_core.server.heap import give_back_large_blocks
 from maru_core.server.listening import KeyWatch, authenticator, listen
 from maru_core.server.liveness import SessionLocks
 from maru_core.server.loop import ServerLoop
@@ -84,6 +85,7 @@ def run_server(
         weights = WeightsFile(runtime.weights)
         epochs = weights.load()
         _allow_many_sessions()
+        give_back_large_blocks()
         memory = Memory(
             settings.pool_sizes,
             settings.granule,

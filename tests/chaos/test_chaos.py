@@ -27,7 +27,7 @@ SHORT = Scale(
 
 
 def test_nothing_is_wrong_or_left_over_after_kills_and_stops(maru_runtime_dir: Path) -> None:
-    with Chaos(maru_runtime_dir, SHORT, seed=3, warm=False) as chaos:
+    with Chaos(maru_runtime_dir, SHORT, seed=3, warm=True) as chaos:
         for operation in islice(operations(), 4):
             chaos.round(operation)
         counts = chaos.finish()
