@@ -1,0 +1,181 @@
+"""Coverage-guided fuzzing of decoder, checks and handlers in one process.
+
+An input is a short conversation: frames that a fresh server gets one after the other. Inputs that reach something new
+in the server's code are kept and varied further. After every message the pool must add up, and nothing may have been
+answered with INTERNAL; at the end of a conversation every invariant of the directory must hold.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgpack
+from attrs import define, field
+
+import maru_core.protocol
+import maru_core.server
+from maru_core.server.handlers import Task
+from tests.fuzz.messages import Speaker
+from tests.server.pure import World
+from tests.server.test_edge import make_handlers
+
+Conversation = tuple[bytes, ...]
+Place = tuple[types.CodeType, int, int]
+
+_FOLDERS = tuple(str(Path(str(package.__file__)).parent) for package in (maru_core.server, maru_core.protocol))
+#: Frames of one conversation, at most.
+_LONGEST = 12
+CORPUS = Path(__file__).with_name("corpus.msgpack.z")
+
+
+class Fault(AssertionError):
+    """A conversation after which something is wrong."""
+
+
+def converse(frames: Iterable[bytes]) -> None:
+    """Have a fresh server answer; raises Fault, or whatever the server lets out."""
+    handlers, _ = make_handlers()
+    counters, arenas = handlers.directory.counters, handlers.directory.arenas
+    for frame in frames:
+        outcome = handlers.handle(frame)
+        while isinstance(outcome, Task):
+            outcome = outcome.reply if outcome.advance() else outcome
+        while handlers.settle():
+            handlers.make_ahead()
+        if counters["internal_errors"]:
+            raise Fault(f"INTERNAL: {outcome!r:.300}")
+        for arena in arenas:
+            if arena.used + arena.reserved + arena.free.free != arena.end - arena.base:
+                raise Fault(f"the pool does not add up: {arena}")
+    World(handlers.directory, handlers.sessions).check()
+
+
+def places(conversation: Conversation) -> set[Place]:
+    """Steps from line to line of the server's code that a conversation takes."""
+    seen: set[Place] = set()
+
+    def enter(frame: types.FrameType, event: str, argument: object) -> Callable[..., Any] | None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_FOLDERS):
+            return None
+        last = 0
+
+        def step(frame: types.FrameType, event: str, argument: object) -> Callable[..., Any]:
+            nonlocal last
+            if event == "line":
+                seen.add((code, last, frame.f_lineno))
+                last = frame.f_lineno
+            return step
+
+        return step
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        converse(conversation)
+    finally:
+        sys.settrace(before)
+    return seen
+
+
+@define
+class Guided:
+    """Varies conversations. ``corpus``: those that reached something that none before them did."""
+
+    chance: random.Random
+    corpus: list[Conversation] = field(factory=list)
+    seen: set[Place] = field(factory=set)
+    tried: int = 0
+    messages: int = 0
+
+    def attempt(self, conversation: Conversation) -> bool:
+        """Try one; whether it reached something new. A fault carries the conversation."""
+        self.tried += 1
+        self.messages += len(conversation)
+        try:
+            found = places(conversation)
+        except Exception as error:
+            raise Fault(f"{type(error).__name__}: {error}", conversation) from error
+        if found <= self.seen:
+            return False
+        self.seen |= found
+        self.corpus.append(conversation)
+        return True
+
+    def run(self, count: int) -> None:
+        """Try ``count`` new conversations."""
+        for _ in range(count):
+            self.attempt(self._next())
+
+    def _next(self) -> Conversation:
+        chance = self.chance
+        speaker = Speaker(chance, epoch=7, session=5)
+        speaker.counts = (0, 1, 2, 3, 5, 8) if chance.random() < 0.98 else (64, 520, 1030)
+        speaker.known = [(at, 1) for at in range(8)]
+        speaker.leases = [1, 2]
+        frames = list(chance.choice(self.corpus)) if self.corpus and chance.random() < 0.8 else []
+        for _ in range(chance.choice([1, 1, 2, 4])):
+            way = chance.randrange(6)
+            at = chance.randrange(len(frames) + 1)
+            if way == 0 or not frames:
+                frames.insert(at, _pack(speaker.good()))
+            elif way == 1:
+                frames.insert(at, speaker.bad())
+            elif way == 2:
+                at %= len(frames)
+                frames[at] = _disturbed(frames[at], speaker)
+            elif way == 3 and self.corpus:
+                frames[at:] = chance.choice(self.corpus)[at:]
+            elif way == 4:
+                del frames[at : at + 1]
+            else:
+                frames.insert(at, chance.choice(frames))
+        return tuple(frame for frame in frames[:_LONGEST] if len(frame) < 200_000)
+
+    def distil(self) -> list[Conversation]:
+        """The corpus without what others reach as well, the shortest conversations first."""
+        kept: list[Conversation] = []
+        seen: set[Place] = set()
+        for conversation in sorted(self.corpus, key=lambda frames: sum(map(len, frames))):
+            found = places(conversation)
+            if not found <= seen:
+                seen |= found
+                kept.append(conversation)
+        return kept
+
+
+def _disturbed(frame: bytes, speaker: Speaker) -> bytes:
+    """A frame with one value of the message or one byte replaced."""
+    chance = speaker.chance
+    if chance.random() < 0.5:
+        try:
+            message = msgpack.unpackb(frame)
+        except Exception:  # noqa: BLE001 - any damage at all
+            message = None
+        if isinstance(message, list) and message:
+            message[chance.randrange(len(message))] = speaker.value()
+            return _pack(message)
+    changed = bytearray(frame or b"\0")
+    changed[chance.randrange(len(changed))] = chance.randrange(256)
+    return bytes(changed)
+
+
+def _pack(value: Sequence[Any]) -> bytes:
+    packed: bytes = msgpack.packb(value, use_bin_type=True)
+    return packed
+
+
+def load(path: Path = CORPUS) -> list[Conversation]:
+    """The conversations that are kept with the tests."""
+    return [tuple(frames) for frames in msgpack.unpackb(zlib.decompress(path.read_bytes()))]
+
+
+def save(corpus: Sequence[Conversation], path: Path = CORPUS) -> None:
+    """Keep conversations with the tests."""
+    path.write_bytes(zlib.compress(_pack(corpus), 9))
