@@ -129,16 +129,18 @@ def _is_seven(handler: MaruHandler, key: bytes) -> bool:
 
 
 def wait_for(handler: MaruHandler, *, answers: bool) -> float:
-    """The time at which a call is answered, or is not."""
-    deadline = time.monotonic() + 2 * PATIENCE_S
+    """The time at which a call is answered; or at which the last one was before one is not."""
+    answered = time.monotonic()
+    deadline = answered + 2 * PATIENCE_S
     while time.monotonic() < deadline:
         try:
             handler.probe([NO_KEY])
+            answered = time.monotonic()
             if answers:
                 break
         except Unavailable:
             if not answers:
-                break
+                return answered
         time.sleep(0.002)
     return time.monotonic()
 
@@ -209,7 +211,8 @@ def measure(options: argparse.Namespace) -> Outcome:
     count: int = options.objects
     folder = Path(tempfile.mkdtemp(prefix="restart-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     settings = {
-        "pool_size": (count + 4 * CLIENTS * HELD) * (GRANULE + 128) + (1 << 20),
+        # With some room left over: a pool that is nearly full evicts ahead.
+        "pool_size": (count + count // 10 + 4 * CLIENTS * HELD) * (GRANULE + 128) + (1 << 20),
         "chunk_size": GRANULE,
         "lease_share": 1.0,
     }
@@ -218,6 +221,8 @@ def measure(options: argparse.Namespace) -> Outcome:
         with witnesses(server.url, CLIENTS) as clients, connect(server.url) as handler:
             checksums = fill(handler, count)
             epoch = handler.epoch
+            if handler.server_stats()["counters"]["evicted"]:
+                raise RuntimeError("objects were evicted before the kill: the measurement is void")
             server, seconds = restart(server, settings)
             lived_on = judge([json.loads(client.communicate(timeout=3 * PATIENCE_S)[0]) for client in clients])
             wait_for(handler, answers=True)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-import pytest
-
 from benchmarks.restart import measure
 
 
-@pytest.mark.xfail(reason="the server starts cold", strict=True)
 def test_a_killed_server_comes_back_with_everything() -> None:
     outcome = measure(argparse.Namespace(objects=3000))
     assert [bound.name for bound in outcome.bounds if bound.missed] == []
