@@ -39,6 +39,9 @@ _BACK = 10.0
 class Scale:
     """How much of everything. Times in seconds, sizes in bytes.
 
+    ``reset_chance`` and ``inspect_chance``: of a reset just before a server is killed, and of a look at everything after
+    it came back, each per round.
+
     ``patience`` replaces the server's (60 s), so that ``stop`` is beyond every timer: requests (``request_timeout``),
     pings (1 s), the sweep for dead clients (0.5 s) and the patience. ``calm``: work between two server kills.
     """
@@ -54,6 +57,8 @@ class Scale:
     stops_per_round: int = 2
     stop_chance: float = 0.0005
     fork_chance: float = 0.001
+    reset_chance: float = 0.3
+    inspect_chance: float = 0.5
 
 
 class ChaosError(AssertionError):
@@ -136,10 +141,7 @@ class Chaos:
             )
         try:
             self.start_server("reserve")
-            host = PluginHost.with_plugins({}, built_ins=True)
-            for space in SPACES:
-                config = MaruConfig(server_url=self._url, request_timeout=2)
-                self._observers[space] = MaruHandler.connect(config, namespace(space), host=host, name="observer")
+            self._observe()
             for slot in range(self._scale.clients):
                 self._spawn(slot)
         except BaseException:
@@ -152,8 +154,7 @@ class Chaos:
             client.send(signal.SIGKILL)
             os.close(client.descriptor)
         self._clients = []
-        for handler in self._observers.values():
-            handler.close()
+        self._look_away()
         for process in (self._nursery, self._server):
             if process is None:
                 continue
@@ -163,6 +164,17 @@ class Chaos:
             process.wait()
             if process.stdout is not None:
                 process.stdout.close()
+
+    def _observe(self) -> None:
+        host = PluginHost.with_plugins({}, built_ins=True)
+        for space in SPACES:
+            config = MaruConfig(server_url=self._url, request_timeout=2)
+            self._observers[space] = MaruHandler.connect(config, namespace(space), host=host, name="observer")
+
+    def _look_away(self) -> None:
+        for handler in self._observers.values():
+            handler.close()
+        self._observers = {}
 
     def start_server(self, operation: str) -> None:
         """Start a server that can be told to die inside ``operation``, and wait until it serves."""
@@ -225,7 +237,7 @@ class Chaos:
             act()
             self._work(chance.uniform(0.3, 1.7) * scale.calm / len(acts))
         self.take_stock()
-        if chance.random() < 0.15:
+        if chance.random() < scale.reset_chance:
             self._reset()
         self._kill_server(operation)
 
@@ -323,7 +335,7 @@ class Chaos:
         elif server.returncode != -signal.SIGKILL:
             self.problems.append(f"the server ended by itself with {server.returncode}")
         self.events["server kills"] += 1
-        inspect = self._chance.random() < 0.5
+        inspect = self._chance.random() < self._scale.inspect_chance
         if inspect:
             # Nobody may say hello before the stock was taken: until then nothing may be evicted.
             for client in self._clients:
@@ -332,6 +344,9 @@ class Chaos:
         dead = pool.survey(path)
         self.events["torn headers"] += dead.torn
         epochs = {space: observer.weights_epoch for space, observer in self._observers.items()}
+        if inspect:
+            # Whoever knows the weights epoch tells it to a server that has forgotten it.
+            self._look_away()
         following = list(OPERATIONS)
         self.start_server(following[(following.index(operation) + 1) % len(following)])
         living = pool.unpack_superblock(path.read_bytes()[: pool.SUPERBLOCK_SIZE])
@@ -342,6 +357,7 @@ class Chaos:
         if inspect:
             if living.identity == dead.identity:
                 self._find_again(dead, epochs, told[-1] if told else operation)
+            self._observe()
             for client in self._clients:
                 if client.pid not in {other.pid for *_, other in self._due}:
                     client.send(signal.SIGCONT)

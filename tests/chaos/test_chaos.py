@@ -23,6 +23,8 @@ SHORT = Scale(
     stops_per_round=1,
     stop_chance=0.001,
     fork_chance=0.002,
+    reset_chance=1.0,
+    inspect_chance=1.0,
 )
 
 
@@ -33,6 +35,8 @@ def test_nothing_is_wrong_or_left_over_after_kills_and_stops(maru_runtime_dir: P
         counts = chaos.finish()
     assert chaos.problems == []
     assert chaos.kills_inside == dict.fromkeys(chaos.kills_inside, 1)
+    assert chaos.events["warm starts"] == 4
+    assert chaos.events["found again"] > 50
     assert chaos.events["client kills"] >= 8
     assert chaos.events["client stops"] >= 4
     assert counts["hits"] > 500
