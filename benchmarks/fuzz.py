@@ -32,7 +32,7 @@ from maru_core import logs  # noqa: E402
 from maru_core.client import MaruHandler  # noqa: E402
 from maru_core.config import MaruConfig  # noqa: E402
 from maru_core.namespace import Namespace  # noqa: E402
-from tests.fuzz.guided import Fault, Guided, load  # noqa: E402
+from tests.fuzz.guided import CORPUS, Fault, Guided, load, save  # noqa: E402
 
 MESSAGES = 100_000
 CONNECTIONS = 5_000
@@ -41,8 +41,8 @@ GROWTH_MB = 8.0
 CONVERSATIONS = 20_000
 #: Messages per second of each sender, connections per second, lookups per second.
 TALKERS, TALK_RATE, BURROW_RATE, WORK_RATE = 2, 800.0, 80.0, 400.0
-#: Seconds after which the server forgets sessions that never attached; its own patience is a minute.
-PATIENCE = 3.0
+#: Seconds after which the server forgets sessions that never attached; of itself it waits a minute.
+PATIENCE = 1.0
 
 
 @contextmanager
@@ -142,7 +142,7 @@ def explore(options: argparse.Namespace) -> dict[str, Any]:
     fault = ""
     begin = time.monotonic()
     try:
-        for conversation in load():
+        for conversation in load() if CORPUS.exists() else ():
             guided.attempt(conversation)
         known = len(guided.seen)
         guided.run(options.conversations)
@@ -150,6 +150,8 @@ def explore(options: argparse.Namespace) -> dict[str, Any]:
         fault = f"{error}"
         known = len(guided.seen)
         (Path(tempfile.gettempdir()) / "maru-fuzz-fault").write_text(repr(error.args))
+    if options.keep_corpus:
+        save(guided.distil())
     return {
         "conversations": guided.tried,
         "messages": guided.messages,
@@ -213,6 +215,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=time.time_ns() % (1 << 30), help="of everything random")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"of the attack [default: {SECONDS:g}]")
     parser.add_argument("--conversations", type=int, default=CONVERSATIONS, help="of the guided run")
+    parser.add_argument("--keep-corpus", action="store_true", help=f"for the tests, in {CORPUS.name}")
 
 
 if __name__ == "__main__":

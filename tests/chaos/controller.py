@@ -39,8 +39,8 @@ _BACK = 10.0
 class Scale:
     """How much of everything. Times in seconds, sizes in bytes.
 
-    ``reset_chance`` and ``inspect_chance``: of a reset just before a server is killed, and of a look at everything after
-    it came back, each per round.
+    ``reset_chance`` and ``inspect_chance``: of a reset just before a server is killed, and of a look at everything when
+    the next one serves, each per round.
 
     ``patience`` replaces the server's (60 s), so that ``stop`` is beyond every timer: requests (``request_timeout``),
     pings (1 s), the sweep for dead clients (0.5 s) and the patience. ``calm``: work between two server kills.

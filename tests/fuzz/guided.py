@@ -1,16 +1,18 @@
 """Coverage-guided fuzzing of decoder, checks and handlers in one process.
 
-An input is a short conversation: frames that a fresh server gets one after the other. Inputs that reach something new
-in the server's code are kept and varied further. After every message the pool must add up, and nothing may have been
-answered with INTERNAL; at the end of a conversation every invariant of the directory must hold.
+An input is a short conversation: frames that a fresh server gets one after the other, and restarts in between. Inputs
+that reach something new in the server's code are kept and varied further. After every message the pool must add up, and
+nothing may have been answered with INTERNAL; at the end of a conversation every invariant of the directory must hold.
 """
 
 from __future__ import annotations
 
 import random
+import struct
 import sys
 import types
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,11 @@ from attrs import define, field
 
 import maru_core.protocol
 import maru_core.server
-from maru_core.server.handlers import Task
+from maru_core.protocol import PROTOCOL_VERSION, Code, Op
+from maru_core.server.handlers import Handlers, Task
 from tests.fuzz.messages import Speaker
 from tests.server.pure import World
-from tests.server.test_edge import make_handlers
+from tests.server.test_edge import AlwaysHeld, Unsaved, answer
 
 Conversation = tuple[bytes, ...]
 Place = tuple[types.CodeType, int, int]
@@ -31,6 +34,8 @@ Place = tuple[types.CodeType, int, int]
 _FOLDERS = tuple(str(Path(str(package.__file__)).parent) for package in (maru_core.server, maru_core.protocol))
 #: Frames of one conversation, at most.
 _LONGEST = 12
+#: What the fresh server answers to HELLO, and stands for the end of one server and the start of the next.
+EPOCH, SESSION, RESTART = 7, 1, b"restart"
 CORPUS = Path(__file__).with_name("corpus.msgpack.z")
 
 
@@ -40,20 +45,48 @@ class Fault(AssertionError):
 
 def converse(frames: Iterable[bytes]) -> None:
     """Have a fresh server answer; raises Fault, or whatever the server lets out."""
-    handlers, _ = make_handlers()
-    counters, arenas = handlers.directory.counters, handlers.directory.arenas
+    world = World.of(64)
+    handlers = _serve(world)
+    hello = [Op.HELLO, 1, 0, 0, PROTOCOL_VERSION, "client", [1, "h", "n"], b"\x90", 0, []]
+    for message in (hello, [Op.ATTACH, 2, EPOCH, SESSION, True, False]):
+        reply = answer(handlers, message)
+        assert reply is not None
+        assert reply[2] == Code.OK
+    tasks: deque[Task] = deque()
     for frame in frames:
-        outcome = handlers.handle(frame)
-        while isinstance(outcome, Task):
-            outcome = outcome.reply if outcome.advance() else outcome
-        while handlers.settle():
-            handlers.make_ahead()
-        if counters["internal_errors"]:
-            raise Fault(f"INTERNAL: {outcome!r:.300}")
-        for arena in arenas:
-            if arena.used + arena.reserved + arena.free.free != arena.end - arena.base:
-                raise Fault(f"the pool does not add up: {arena}")
-    World(handlers.directory, handlers.sessions).check()
+        if frame == RESTART:
+            tasks.clear()
+            world = world.reborn(world.directory.namespaces.epochs())
+            handlers = _serve(world)
+        else:
+            outcome = handlers.handle(frame)
+            if isinstance(outcome, Task):
+                tasks.append(outcome)
+        tasks.extend(handlers.sweep())
+        _turn(handlers, tasks)
+    while tasks:
+        _turn(handlers, tasks)
+    world.check()
+
+
+def _serve(world: World) -> Handlers:
+    return Handlers(world.directory, world.sessions, AlwaysHeld(), Unsaved(), EPOCH, 1, lambda: 0.0)
+
+
+def _turn(handlers: Handlers, tasks: deque[Task]) -> None:
+    """A slice of the work that is left, as between two messages, and a look at the pool."""
+    if tasks:
+        task = tasks.popleft()
+        if not task.advance():
+            tasks.append(task)
+    while handlers.settle():
+        handlers.make_ahead()
+    directory = handlers.directory
+    if directory.counters["internal_errors"]:
+        raise Fault("an answer was INTERNAL")
+    for arena in directory.arenas:
+        if arena.used + arena.reserved + arena.free.free != arena.end - arena.base:
+            raise Fault(f"the pool does not add up: {arena}")
 
 
 def places(conversation: Conversation) -> set[Place]:
@@ -82,6 +115,24 @@ def places(conversation: Conversation) -> set[Place]:
     finally:
         sys.settrace(before)
     return seen
+
+
+def honest(chance: random.Random) -> Conversation:
+    """A client that stores some objects, and reads, cancels, gives back or deletes what it stored."""
+    count = chance.choice([1, 3, 8, 40])
+    keys = b"".join(bytes([at]) * 32 for at in range(1, count + 1))
+    handles = [struct.pack(f"<{count}I", *column) for column in (range(count), [1] * count)]
+    messages = [
+        [Op.RESERVE, 101, EPOCH, SESSION, 0, keys, bytes(32), chance.choice([50, 100])],
+        [Op.COMMIT, 102, EPOCH, SESSION, *handles, b""],
+        [Op.ACQUIRE, 103, EPOCH, SESSION, 0, keys, True],
+        [Op.RELEASE, 104, EPOCH, SESSION, struct.pack("<Q", EPOCH << 20 | chance.choice([1, 2]))],
+        [Op.CANCEL, 105, EPOCH, SESSION, struct.pack("<2Q", 101, 103)],
+        [Op.DELETE, 106, EPOCH, SESSION, 0, keys],
+        [Op.RESET, 107, EPOCH, SESSION, 0],
+        [Op.BYE, 108, EPOCH, SESSION],
+    ]
+    return tuple(_pack([int(op), *rest]) for op, *rest in messages[: chance.randint(2, len(messages))])
 
 
 @define
@@ -115,13 +166,16 @@ class Guided:
 
     def _next(self) -> Conversation:
         chance = self.chance
-        speaker = Speaker(chance, epoch=7, session=5)
+        speaker = Speaker(chance, EPOCH, SESSION)
         speaker.counts = (0, 1, 2, 3, 5, 8) if chance.random() < 0.98 else (64, 520, 1030)
         speaker.known = [(at, 1) for at in range(8)]
-        speaker.leases = [1, 2]
-        frames = list(chance.choice(self.corpus)) if self.corpus and chance.random() < 0.8 else []
+        speaker.leases = [EPOCH << 20 | at for at in (1, 2)]
+        kind = chance.random()
+        frames = list(chance.choice(self.corpus)) if self.corpus and kind < 0.8 else []
+        if kind > 0.9:
+            frames = list(honest(chance))
         for _ in range(chance.choice([1, 1, 2, 4])):
-            way = chance.randrange(6)
+            way = chance.randrange(7)
             at = chance.randrange(len(frames) + 1)
             if way == 0 or not frames:
                 frames.insert(at, _pack(speaker.good()))
@@ -133,6 +187,8 @@ class Guided:
             elif way == 3 and self.corpus:
                 frames[at:] = chance.choice(self.corpus)[at:]
             elif way == 4:
+                frames[at:at] = [RESTART, _pack(speaker.good(Op.HELLO))]
+            elif way == 5:
                 del frames[at : at + 1]
             else:
                 frames.insert(at, chance.choice(frames))

@@ -43,9 +43,10 @@ class Speaker:
     def good(self, op: Op | None = None) -> list[Any]:
         """A message whose types and lengths are right."""
         chance = self.chance
-        op = chance.choice(list(Op)) if op is None else op
-        if op in (Op.HELLO, Op.BYE, Op.RESET) and chance.random() < 0.8:
-            op = chance.choice([Op.RESERVE, Op.COMMIT, Op.ACQUIRE])  # what ends something ends the talk
+        if op is None:
+            op = chance.choice(list(Op))
+            if op in (Op.HELLO, Op.BYE, Op.RESET) and chance.random() < 0.8:
+                op = chance.choice([Op.RESERVE, Op.COMMIT, Op.ACQUIRE])  # what ends something ends the talk
         self._request += 1
         return [int(op), self._request, self.epoch, self.session, *self.arguments(op)]
 
