@@ -68,7 +68,7 @@ def measure(options: argparse.Namespace) -> Outcome:
         "slowest_start_s": max(chaos.starts),
         "problems": chaos.problems,
     }
-    table = [["what", "number"]]
+    table = [["what", "number"], ["seed", str(options.seed)]]
     table += [[name, str(number)] for name, number in chaos.events.items()]
     table += [[f"servers that died inside {name}", str(number)] for name, number in chaos.kills_inside.items()]
     table += [[f"clients counted: {name.replace('_', ' ')}", str(number)] for name, number in sums.items()]

@@ -186,6 +186,7 @@ def measure(options: argparse.Namespace) -> Outcome:
         ["honest client alone: median, p99, ms", "{median_ms:.2f} {p99_ms:.2f}".format(**found["alone"])],
         ["honest client beside: median, p99, ms", "{median_ms:.2f} {p99_ms:.2f}".format(**beside)],
         ["objects that it read and checked", str(beside["read"])],
+        ["seed", str(options.seed)],
         ["guided conversations, messages", f"{guided['conversations']} {guided['messages']}"],
         ["steps from line to line that they reached", str(guided["steps"])],
     ]

@@ -85,17 +85,17 @@ class Speaker:
         return []
 
     def learn(self, message: Sequence[Any], reply: Sequence[Any]) -> None:
-        """Take from the reply to ``message`` what later messages may name."""
+        """Take from the reply to ``message`` what later messages may name; a bad message may have had the same id."""
         if len(reply) < 3 or reply[2] != 0 or not message:
             return
-        if message[0] == Op.RESERVE and len(reply) == 6:
+        if message[0] == Op.RESERVE and len(reply) == 6 and len(reply[4]) == len(reply[5]):
             columns = [struct.unpack(f"<{len(column) // 4}I", column) for column in reply[4:6]]
             self.known += [pair for pair in zip(*columns, strict=True) if pair[0] != NO_ENTRY]
             del self.known[:-200]
-        elif message[0] == Op.ACQUIRE and reply[3]:
+        elif message[0] == Op.ACQUIRE and len(reply) == 8 and reply[3]:
             self.leases.append(reply[3])
             del self.leases[:-50]
-        elif message[0] == Op.RESET:
+        elif message[0] == Op.RESET and len(reply) == 4 and type(reply[3]) is int:
             self.weights = reply[3]
 
     def _weights(self) -> int:
