@@ -35,6 +35,8 @@ from maru_core.server.sessions import AcquireUndo, ReserveUndo, Session, Session
 SLICE = 512
 #: The same for DELETE and RESET, which handle keys one by one.
 DELETE_SLICE = 256
+#: The same for RESERVE of objects whose lengths may all differ: room is made for each by itself.
+MIXED_SLICE = 64
 #: Requests of one session that may be in progress at a time; each may hold MAX_MESSAGE bytes.
 MAX_RUNNING = 32
 
@@ -481,9 +483,10 @@ class Handlers:
             raise ProtocolError(f"parents must be none, one, or as many as keys ({total}), got {describe(parents)}")
         chain = len(parents) == KEY_SIZE
         sizes = requests.lengths(length, total)
+        width = SLICE if type(sizes) is int else MIXED_SLICE
         statuses, entries, generations = bytearray(), array("I"), array("I")
-        for at in range(0, total, SLICE):
-            count = min(SLICE, total - at)
+        for at in range(0, total, width):
+            count = min(width, total - at)
             if weights_epoch != session.namespace.weights_epoch:
                 statuses += bytes([ReserveStatus.REFUSED]) * count
                 entries.extend([NO_ENTRY] * count)
@@ -493,17 +496,17 @@ class Handlers:
                 if chain:
                     part_parents = (parents if at == 0 else keys[(at - 1) * KEY_SIZE : at * KEY_SIZE],)
                 else:
-                    part_parents = requests.key_slice(parents, at, SLICE)
-                part_sizes = sizes if type(sizes) is int else sizes[at : at + SLICE]  # type: ignore[index]
-                packed = requests.column_slice(keys, at, SLICE)
+                    part_parents = requests.key_slice(parents, at, width)
+                part_sizes = sizes if type(sizes) is int else sizes[at : at + width]  # type: ignore[index]
+                packed = requests.column_slice(keys, at, width)
                 got = self.directory.reserve(session, (), part_parents, part_sizes, packed)
-                if total > SLICE:
+                if total > width:
                     statuses += got[0]
                     entries += got[1]
                     generations += got[2]
                 else:
                     statuses, entries, generations = got
-            if at + SLICE < total:
+            if at + width < total:
                 yield
                 if not self._go_on(session, request):
                     yield from self._give_back(session, *_taken(statuses, entries, generations))

@@ -53,6 +53,19 @@ def test_probes_are_answered_between_the_slices_of_a_large_batch(start_server, c
     assert polite.stats()["server"]["longest_turn_s"] < LONGEST_TURN
 
 
+def test_objects_of_many_lengths_are_made_room_for_a_few_at_a_time(start_server, connect):
+    """Each of them is a search of its own, and here an eviction as well."""
+    server = start_server("--size", str(3000 * 300), "--granule", "128")
+    client = connect(server).hello()
+    client.timeout = 60
+    lengths = [128 * (1 + at % 7) - at % 100 for at in range(2000)]
+    assert max(lengths) > min(lengths) > 0
+    for tag in range(5):
+        client.store(keys(0, 2000, bytes([tag])), u64(*lengths))
+    assert client.stats()["counters"]["evicted"] > 2000
+    assert client.stats()["server"]["longest_turn_s"] < LONGEST_TURN
+
+
 def test_many_pipelined_large_requests_are_all_answered_or_refused(start_server, connect):
     server = start_server()
     greedy, polite = connect(server).hello(), connect(server).hello()
