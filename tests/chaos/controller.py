@@ -25,7 +25,7 @@ from maru_core.host import PluginHost
 from maru_core.protocol import Presence
 from tests.chaos import pool
 from tests.chaos.client import Plan
-from tests.chaos.server import OPERATIONS
+from tests.chaos.server import OPERATIONS, STARTING
 from tests.chaos.stamps import KEYS, SPACES, difference, key_of, namespace
 from tests.chaos.tally import FATAL, totals
 
@@ -33,6 +33,8 @@ ROOT = Path(__file__).parents[2]
 #: Seconds within which a server must serve, and within which a client may find it again.
 _START = 15.0
 _BACK = 10.0
+_EVENTS = ("client kills", "client stops", "server kills", "server stops", "resets", "warm starts", "found again")
+_EVENTS += ("checks", "torn headers")
 
 
 @frozen(kw_only=True)
@@ -40,7 +42,8 @@ class Scale:
     """How much of everything. Times in seconds, sizes in bytes.
 
     ``reset_chance`` and ``inspect_chance``: of a reset just before a server is killed, and of a look at everything when
-    the next one serves, each per round.
+    the next one serves, each per round; ``again_chance``: of another server in between, which dies while it starts.
+    ``quota``: most that one of the two namespaces may take.
 
     ``patience`` replaces the server's (60 s), so that ``stop`` is beyond every timer: requests (``request_timeout``),
     pings (1 s), the sweep for dead clients (0.5 s) and the patience. ``calm``: work between two server kills.
@@ -59,6 +62,8 @@ class Scale:
     fork_chance: float = 0.001
     reset_chance: float = 0.3
     inspect_chance: float = 0.5
+    again_chance: float = 0.3
+    quota: int | None = None
 
 
 class ChaosError(AssertionError):
@@ -115,10 +120,7 @@ class Chaos:
         self._server: subprocess.Popen[bytes] | None = None
         self._nursery: subprocess.Popen[str] | None = None
         self._observers: dict[str, MaruHandler] = {}
-        self.events = dict.fromkeys(
-            ("client kills", "client stops", "server kills", "server stops", "resets", "warm starts", "found again",
-             "checks", "torn headers"), 0
-        )  # fmt: skip
+        self.events = dict.fromkeys((*_EVENTS, *(f"server kills in {moment}" for moment in STARTING)), 0)
         self.kills_inside = dict.fromkeys(OPERATIONS, 0)
         self.problems: list[str] = []
         self.starts: list[float] = []
@@ -178,22 +180,54 @@ class Chaos:
 
     def start_server(self, operation: str) -> None:
         """Start a server that can be told to die inside ``operation``, and wait until it serves."""
+        begin = time.monotonic()
+        server = self._launch(operation)
+        while self._serving() != server.pid:
+            if server.poll() is not None or time.monotonic() - begin > _START:
+                log_text = (self._folder / "server.log").read_text()[-3000:]
+                raise ChaosError(f"the server did not come back ({server.returncode}): {log_text}")
+            time.sleep(0.01)
+        self.starts.append(time.monotonic() - begin)
+
+    def _launch(self, operation: str) -> subprocess.Popen[bytes]:
         scale = self._scale
         command = [sys.executable, "-m", "tests.chaos.server", "--kill-in", operation]
         command += ["--told", str(self._folder / "server-kills"), "--seed", str(self._chance.randrange(1 << 30))]
         command += ["--patience", str(scale.patience), "--", "serve", "--runtime-dir", str(self._folder)]
         command += ["--url", self._url, "--pool-path", str(self._folder / "pools"), "--idle-exit", "120"]
         command += ["--pool-size", str(scale.pool_size), "--granule", str(scale.granule)]
-        begin = time.monotonic()
+        if scale.quota is not None:
+            command += ["--namespace-quota", str(scale.quota)]
         with (self._folder / "server.log").open("ab") as log:
             environ = {**os.environ, "PYTHONPATH": str(ROOT), "MARU_PLUGINS": "none"}
             self._server = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log)
-        while self._serving() != self._server.pid:
-            if self._server.poll() is not None or time.monotonic() - begin > _START:
-                log_text = (self._folder / "server.log").read_text()[-3000:]
-                raise ChaosError(f"the server did not come back ({self._server.returncode}): {log_text}")
-            time.sleep(0.01)
-        self.starts.append(time.monotonic() - begin)
+        return self._server
+
+    def _start_in_vain(self, moment: str) -> None:
+        """A server that dies while it recovers, or while clients resume; or soon afterwards if that comes first."""
+        path = pool.find_pool(self._folder / "pools")
+        left = pool.survey(path)
+        epochs = {namespace(space).digest: observer.weights_epoch for space, observer in self._observers.items()}
+        server = self._launch(moment)
+        before = self._told_kills()
+        begin = time.monotonic()
+        served = None
+        while server.poll() is None and time.monotonic() - begin < _START:
+            if served is None and self._serving() == server.pid:
+                served = time.monotonic()
+            if served is not None and time.monotonic() - served > 1:
+                break
+            self._work(0.02)
+        server.kill()
+        server.wait()
+        self.events["server kills"] += 1
+        self.events[f"server kills in {moment}"] += len(self._told_kills()) - len(before)
+        if served is None:
+            # Nobody asked it for anything, so it may have changed nothing.
+            ready = {(h.digest, h.key, h.generation) for h in left.ready if h.weights_epoch == epochs[h.digest]}
+            lost = ready - {(h.digest, h.key, h.generation) for h in pool.survey(path).ready}
+            if lost:
+                self.problems.append(f"{len(lost)} of {len(ready)} READY objects are gone after a kill in {moment}")
 
     def _serving(self) -> int | None:
         with suppress(OSError, ValueError, KeyError):
@@ -335,6 +369,8 @@ class Chaos:
         elif server.returncode != -signal.SIGKILL:
             self.problems.append(f"the server ended by itself with {server.returncode}")
         self.events["server kills"] += 1
+        if self._chance.random() < self._scale.again_chance:
+            self._start_in_vain(self._chance.choice(list(STARTING)))
         inspect = self._chance.random() < self._scale.inspect_chance
         if inspect:
             # Nobody may say hello before the stock was taken: until then nothing may be evicted.

@@ -1,5 +1,8 @@
 """The real ``maru serve``, which on SIGUSR1 ends itself with SIGKILL inside one of its operations, at any instruction.
 
+What belongs to a start (``recover``: the header table is read; ``resume``: clients say what they still use) needs no
+signal.
+
 ``python -m tests.chaos.server --kill-in OPERATION --told FILE --seed N [--patience SECONDS] -- serve OPTION…``
 
 Nothing in the server knows of this. Calls of the operation are wrapped here; once armed, one call is watched to learn
@@ -33,6 +36,10 @@ OPERATIONS = {
     "release": ("release",),
     "evict": ("reserve", "make_ahead"),
 }
+#: The same for what happens once per start, without being told.
+STARTING = {"recover": ("recover",), "resume": ("unlisted", "give_back", "resume_lease", "thaw")}
+#: About as many instructions as it takes to recover a pool of a thousand granules.
+_OF_RECOVERY = 80_000
 _FOLDER = str(Path(maru_core.server.__file__).parent)
 _EVICTING = re.compile(r"_?(evict|make_room|clear_around|mark_free|hide|retire|give)")
 
@@ -44,10 +51,10 @@ class Assassin:
         self._operation = operation
         self._told = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._chance = chance
-        self.armed = False
+        self.armed = operation in STARTING
         self._seen = 0
-        #: Instructions of the call that was watched last, and the one of this call at which to end.
-        self._usual = 0
+        #: Most instructions of a call so far, and the one of this call at which to end.
+        self._usual = _OF_RECOVERY if operation == "recover" else 0
         self._fatal = 0
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,14 +107,14 @@ def main() -> None:
     """Serve until told to end, or until the end comes by itself."""
     split = sys.argv.index("--")
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kill-in", choices=OPERATIONS, required=True)
+    parser.add_argument("--kill-in", choices=[*OPERATIONS, *STARTING], required=True)
     parser.add_argument("--told", type=Path, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--patience", type=float, default=sessions.PATIENCE)
     options = parser.parse_args(sys.argv[1:split])
     sessions.PATIENCE = options.patience
     assassin = Assassin(options.kill_in, options.told, random.Random(options.seed))
-    for name in OPERATIONS[options.kill_in]:
+    for name in (OPERATIONS | STARTING)[options.kill_in]:
         setattr(Directory, name, assassin.wrap(getattr(Directory, name)))
 
     def arm(number: int, frame: types.FrameType | None) -> None:

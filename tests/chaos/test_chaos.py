@@ -25,6 +25,7 @@ SHORT = Scale(
     fork_chance=0.002,
     reset_chance=1.0,
     inspect_chance=1.0,
+    again_chance=0.25,
 )
 
 
