@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 _START = 15.0
 _BACK = 10.0
 _EVENTS = ("client kills", "client stops", "server kills", "server stops", "resets", "warm starts", "found again")
-_EVENTS += ("checks", "torn headers")
+_EVENTS += ("checks", "quarantines seen", "torn headers")
 
 
 @frozen(kw_only=True)
@@ -464,6 +464,7 @@ class Chaos:
         if stats["counters"]["internal_errors"]:
             self.problems.append(f"{stats['counters']['internal_errors']} internal errors; see server.log")
         self.events["checks"] += 1
+        self.events["quarantines seen"] += any(one["quarantined"] for one in stats["pools"])
         return stats
 
     def hits(self) -> int:
