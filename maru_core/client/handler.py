@@ -14,6 +14,7 @@ from typing import Any
 import structlog
 
 from maru_core.access import ClientKeys
+from maru_core.checksum import Verify
 from maru_core.client.bootstrap import ServerStarter, is_listening
 from maru_core.client.keycalls import KeyCalls, single_number
 from maru_core.client.link import Link
@@ -42,9 +43,9 @@ class MaruHandler(KeyCalls):
     ``asyncio.to_thread``. A lost server is found again, or with ``auto`` started again, by itself.
     """
 
-    def __init__(self, link: Link, upkeep: Upkeep, namespace: Namespace, host: PluginHost) -> None:
+    def __init__(self, link: Link, upkeep: Upkeep, namespace: Namespace, host: PluginHost, verify: Verify) -> None:
         """Use :meth:`connect`."""
-        super().__init__(link)
+        super().__init__(link, verify)
         self._upkeep = upkeep
         self._namespace = namespace
         self._host = host
@@ -89,7 +90,7 @@ class MaruHandler(KeyCalls):
         keys = ClientKeys.load(config.keys) if config.keys is not None and url.startswith("tcp:") else None
         link = Link(url, request_timeout=config.request_timeout, keys=keys)
         upkeep = Upkeep(link, opener, ensure, _death_of(url))
-        handler = cls(link, upkeep, namespace, host)
+        handler = cls(link, upkeep, namespace, host, config.verify)
         try:
             upkeep.start(config.connect_timeout)
         except BaseException:
@@ -139,7 +140,7 @@ class MaruHandler(KeyCalls):
             self.abort(grants)
             raise
         results = [REFUSALS.get(ReserveStatus(status), StoreResult.STORED) for status in grants.statuses]
-        for index, status in zip(grants.new, self.commit(grants), strict=True):
+        for index, status in zip(grants.new, self.commit(grants, checksums=True), strict=True):
             if status != CommitStatus.OK:
                 results[index] = StoreResult.REFUSED
         return results
@@ -152,11 +153,12 @@ class MaruHandler(KeyCalls):
         """:meth:`retrieve` for many keys in one round trip."""
         lease = self.acquire([self.key(key) for key in keys], leading=False)
         try:
-            located = self.adopt(lease.epoch, lease.entries, lease.generations, lease.lengths)
+            located = self.adopt(lease.epoch, lease.entries, lease.generations, lease.lengths, lease.keys)
             ready = [index for index, status in enumerate(lease.statuses) if status == Presence.READY]
-            # The header is judged when the view is handed out, and again by the caller once its copy is complete.
-            good = [index for index in ready if located.verify_one(index)]
-            views = {index: located.view(index) for index in good}
+            # Objects are judged when they are handed out, and again by the caller once its copy is complete.
+            views = {
+                index: located.view(index) for index, fine in zip(ready, located.check(ready), strict=True) if fine
+            }
         except BaseException:
             self.release(lease)
             raise
@@ -189,6 +191,9 @@ class MaruHandler(KeyCalls):
             "url": self._link.url,
             "epoch": self.epoch,
             "weights_epoch": self.weights_epoch,
+            "verify": self._checks.mode,
+            "checksum_mismatches": self._checks.checksum_mismatches,
+            "header_mismatches": self._checks.header_mismatches,
             "plugins": dict(self._host.hint_stats()),
         }
         return {**self.server_stats(), "client": client}

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from attrs import frozen
 
+from maru_core.checksum import Verify
+from maru_core.client.checks import Checks
 from maru_core.client.columns import acquired, expect_results, join_keys, presence_of, reserved, statuses_of
 from maru_core.client.link import Link
 from maru_core.client.pending import LeaseBuilder, PendingAcquire
 from maru_core.client.regions import Regions
 from maru_core.client.session import Session
 from maru_core.client.values import Grants, Lease
-from maru_core.errors import ProtocolError, StaleEpoch, Unavailable
+from maru_core.errors import MaruError, ProtocolError, StaleEpoch, Unavailable
 from maru_core.pool_format import KEY_SIZE
 from maru_core.protocol import MAX_KEYS, CommitStatus, Op, ReserveStatus
 from maru_core.protocol.codec import pack_u32, pack_u64
@@ -35,7 +37,9 @@ class Located:
     entries: Sequence[int]
     generations: Sequence[int]
     lengths: Sequence[int]
+    keys: Sequence[bytes]
     _regions: Regions
+    _checks: Checks
 
     def view(self, index: int) -> memoryview:
         """Bytes of object ``index``; raises StaleEpoch when the pools were unmapped since."""
@@ -45,14 +49,28 @@ class Located:
         """Wrap the copy in this: tells device hints what is about to be read, and when that is over."""
         return self._regions.reading(self.entries, self.lengths)
 
-    def verify_one(self, index: int) -> bool:
-        """:meth:`verify` for object ``index`` alone."""
-        columns = (self.entries[index],), (self.generations[index],), (self.lengths[index],)
-        return self._regions.verify(*columns)[0]
-
     def verify(self) -> list[bool]:
-        """For each object: whether a copy that has completed by now is the object that was leased."""
+        """For each object: whether a copy that has completed by now is the object that was leased. Looks at headers."""
         return self._regions.verify(self.entries, self.generations, self.lengths)
+
+    def check(self, indices: Iterable[int] | None = None) -> list[bool]:
+        """:meth:`verify` for ``indices`` (``None``: all), and whether header and bytes are undamaged; needs the keys.
+
+        Reads the bytes of those objects that ``maru_verify`` covers. What is damaged is reported to the server, which
+        drops it.
+        """
+        judge, regions, epoch = self._checks.judge, self._regions, self.epoch
+        keys, entries, generations, lengths = self.keys, self.entries, self.generations, self.lengths
+        chosen = range(len(entries)) if indices is None else indices
+        return [judge(regions, epoch, keys[i], entries[i], generations[i], lengths[i]) for i in chosen]
+
+    def check_again(self, index: int) -> bool:
+        """:meth:`check` for an object that was good: its bytes are compared once more only in mode ``full``."""
+        if self._checks.mode == "full":
+            return self.check((index,))[0]
+        return self._regions.is_granted(
+            self.entries[index], self.generations[index], self.lengths[index], self.keys[index]
+        )
 
 
 class KeyCalls:
@@ -64,8 +82,9 @@ class KeyCalls:
     answer every key). When a call raises, whatever its batch had taken is given back.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, verify: Verify) -> None:
         self._link = link
+        self._checks = Checks(verify, self._report_damage)
 
     @property
     def is_up(self) -> bool:
@@ -147,9 +166,17 @@ class KeyCalls:
             raise
         return Grants(session.epoch, session.id, keys, statuses, entries, generations, lengths)
 
-    def commit(self, grants: Grants, indices: Sequence[int] | None = None, *, timeout: float | None = None) -> bytes:
+    def commit(
+        self,
+        grants: Grants,
+        indices: Sequence[int] | None = None,
+        *,
+        checksums: bool = False,
+        timeout: float | None = None,
+    ) -> bytes:
         """Publish and make visible what was written; a CommitStatus for each of ``indices`` (``None``: ``grants.new``).
 
+        With ``checksums`` the objects that ``maru_verify`` covers get one, of the bytes that lie in the pool now.
         UNKNOWN: not visible, because of a reset meanwhile. When it raises, these grants are void: their pages go back
         unless the server had already committed them.
         """
@@ -164,11 +191,15 @@ class KeyCalls:
             if session.id != grants.session or not session.covers(grants.epoch):
                 raise StaleEpoch("these reservations were made before the server restarted; nothing was committed")
             session.regions.publish(entries, lengths)
+            sums: list[int] = []
+            if checksums:
+                keys = grants.keys if whole else [grants.keys[index] for index in chosen]
+                sums = self._checks.checksums(session.regions, keys, entries, lengths)
             for part, wait in self._parts(len(entries), session, timeout):
                 columns = [
                     pack_u32(entries[part.start : part.stop]),
                     pack_u32(generations[part.start : part.stop]),
-                    b"",
+                    pack_u64(sums[part.start : part.stop]),
                 ]
                 parse = partial(_commit_statuses, count=len(part), op="COMMIT")
                 statuses += self._link.call(session, Op.COMMIT, columns, parse, wait)
@@ -247,9 +278,20 @@ class KeyCalls:
         """
         return self._link.session_of(epoch).regions.verify(entries, generations, lengths)
 
-    def adopt(self, epoch: int, entries: Sequence[int], generations: Sequence[int], lengths: Sequence[int]) -> Located:
-        """Objects that another process of this engine leased; raises StaleEpoch in another epoch."""
-        return Located(epoch, entries, generations, lengths, self._link.session_of(epoch).regions)
+    def adopt(
+        self,
+        epoch: int,
+        entries: Sequence[int],
+        generations: Sequence[int],
+        lengths: Sequence[int],
+        keys: Sequence[bytes] = (),
+    ) -> Located:
+        """Objects that another process of this engine leased; raises StaleEpoch in another epoch.
+
+        ``keys`` are needed for :meth:`Located.check`.
+        """
+        regions = self._link.session_of(epoch).regions
+        return Located(epoch, entries, generations, lengths, keys, regions, self._checks)
 
     def reset(self, *, timeout: float | None = None) -> int:
         """Drop everything in the namespace (new weights); the weights epoch that this handler uses from here on."""
@@ -268,6 +310,16 @@ class KeyCalls:
     def server_stats(self, *, timeout: float | None = None) -> dict[str, Any]:
         """What the server counts: server, pools, sessions, counters, namespaces."""
         return self._link.call(self._link.up(), Op.STATS, (), _single_map, timeout)
+
+    def _report_damage(self, epoch: int, entry: int, generation: int, key: bytes, what: str) -> None:
+        """Have the server drop a damaged object, so that nobody hits it again. Never blocks."""
+        link = self._link
+        link.note("error", "damaged object", key=key.hex(), wrong=what, entry=entry, generation=generation)
+        try:
+            holder = link.session_of(epoch).holder
+        except MaruError:  # the epoch is over, and the object with it
+            return
+        link.defer(holder, Op.REPORT, ((entry, generation),))
 
     def _presences(self, op: Op, keys: Sequence[bytes], weights_epoch: int | None, timeout: float | None) -> bytes:
         session = self._link.up()
