@@ -188,17 +188,18 @@ def test_a_checksum_is_of_the_bytes_in_the_pool_when_an_allocation_is_committed(
     assert read(handler, "a") == b"later"
 
 
-def test_raw_commits_have_a_checksum_when_asked_for(handler: MaruHandler) -> None:
-    """Of those that are committed, each its own."""
-    keys = [bytes([number]) * 32 for number in (1, 2, 3, 4)]
+def test_raw_commits_have_a_checksum_when_asked_for(folder: Folder) -> None:
+    """Of those that are committed, each its own, and of the sample only."""
+    handler = folder.connect(verify="sample")
+    keys = [bytes([number]) * 32 for number in (1, 32, 48, 64, 2)]
     grants = handler.reserve(keys, 100)
-    for index in range(4):
+    for index in range(5):
         handler.view(grants.epoch, grants.entries[index], 100)[:] = bytes([index]) * 100
-    handler.commit(grants, [0])
-    handler.commit(grants, [3, 1], checksums=True)
+    handler.commit(grants, [1])
+    handler.commit(grants, [4, 3, 0], checksums=True)
     handler.abort(grants, [2])
-    sums = [Stored.of(handler, keys[index]).header.checksum for index in (0, 1, 3)]
-    assert sums == [NO_CHECKSUM, checksum(b"\1" * 100), checksum(b"\3" * 100)]
+    sums = [Stored.of(handler, keys[index]).header.checksum for index in (0, 1, 3, 4)]
+    assert sums == [NO_CHECKSUM, NO_CHECKSUM, checksum(b"\3" * 100), NO_CHECKSUM]
 
 
 def test_readers_compare_what_their_own_mode_covers(folder: Folder) -> None:
