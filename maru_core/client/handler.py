@@ -75,7 +75,8 @@ class MaruHandler(KeyCalls):
         devices may move bytes of the pools by themselves, and so for a moment after this process died.
 
         An absent server leaves the handler down, and it keeps looking. Raises ConfigError (address, keys or runtime
-        folder cannot be used), VersionMismatch, BackendError (``auto`` could not start a server), ServerError.
+        folder cannot be used), VersionMismatch, BackendError (``auto`` could not start a server), ServerError,
+        Unavailable (no file descriptor is left for a socket).
         """
         host = host or PluginHost.discover(PluginSettings.from_environ(os.environ))
         opener = _Opener(config, namespace, host, role, name, dma)

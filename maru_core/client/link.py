@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import structlog
-import zmq
 from attrs import frozen
 
 from maru_core.access import ClientKeys
-from maru_core.client.channel import Channel
+from maru_core.client.channel import Channel, new_context
 from maru_core.client.holdings import Holdings
 from maru_core.client.session import ForkGuard, Session
 from maru_core.errors import (
@@ -70,7 +69,7 @@ class Link:
         self.closed = False
         self.ids = itertools.count(1)
         self.inbox: queue.SimpleQueue[Chore | None] = queue.SimpleQueue()
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context = new_context()
         self.guard = ForkGuard(self._on_fork)
         self.holdings = Holdings()
         self._request_timeout = request_timeout

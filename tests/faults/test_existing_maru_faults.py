@@ -238,7 +238,7 @@ def test_4_a_batch_of_a_million_keys_does_not_delay_others(folder: Folder, call:
     assert process.wait(30) == 0
     assert len(waits) > 20
     # Processor time of the server's longest turn with such work in it; a busy host may keep us waiting for longer.
-    assert handler.stats()["server"]["longest_turn_s"] < 0.05
+    assert handler.stats()["server"]["longest_turn_s"] < 0.01
     assert sorted(waits)[len(waits) // 2] < 0.1
     assert max(waits) < 1.0
 
