@@ -16,7 +16,7 @@ import structlog
 from maru_core.access import ClientKeys
 from maru_core.checksum import Verify
 from maru_core.client.bootstrap import ServerStarter, is_listening
-from maru_core.client.keycalls import KeyCalls, single_number
+from maru_core.client.keycalls import KeyCalls, Taken, single_number
 from maru_core.client.link import Link
 from maru_core.client.objects import REFUSALS, Allocation, Retrieved, SharedLease
 from maru_core.client.regions import Regions
@@ -117,14 +117,19 @@ class MaruHandler(KeyCalls):
 
     def batch_alloc(self, keys: Sequence[Key], sizes: Sequence[int]) -> list[Allocation]:
         """:meth:`alloc` for many keys in one round trip."""
-        grants = self.reserve([self.key(key) for key in keys], sizes)
+        taken = Taken()
+        allocations: list[Allocation] = []
         try:
-            allocations = [Allocation(self, grants, index, self._keep_session) for index in range(len(keys))]
+            grants = self._reserve(taken, [self.key(key) for key in keys], sizes)
+            for index in range(len(keys)):
+                allocations.append(Allocation(self, grants, index, self._keep_session))
+            self._open.update(allocations)
+            return allocations
         except BaseException:
-            self.abort(grants)
+            for allocation in allocations:
+                allocation.abort()
+            self._undo(taken)
             raise
-        self._open.update(allocations)
-        return allocations
 
     def store(self, key: Key, data: Bytes) -> StoreResult:
         """Copy ``data`` into the pool unless the key is there already."""
@@ -133,18 +138,19 @@ class MaruHandler(KeyCalls):
     def batch_store(self, keys: Sequence[Key], data: Sequence[Bytes]) -> list[StoreResult]:
         """:meth:`store` for many keys in two round trips. When it raises, nothing of the batch stays reserved."""
         views = [memoryview(item).cast("B") for item in data]
-        grants = self.reserve([self.key(key) for key in keys], [view.nbytes for view in views])
+        taken = Taken()
         try:
+            grants = self._reserve(taken, [self.key(key) for key in keys], [view.nbytes for view in views])
             for index in grants.new:
                 self.view(grants.epoch, grants.entries[index], grants.lengths[index])[:] = views[index]
+            results = [REFUSALS.get(ReserveStatus(status), StoreResult.STORED) for status in grants.statuses]
+            for index, status in zip(grants.new, self.commit(grants, checksums=True), strict=True):
+                if status != CommitStatus.OK:
+                    results[index] = StoreResult.REFUSED
+            return results
         except BaseException:
-            self.abort(grants)
+            self._undo(taken)
             raise
-        results = [REFUSALS.get(ReserveStatus(status), StoreResult.STORED) for status in grants.statuses]
-        for index, status in zip(grants.new, self.commit(grants, checksums=True), strict=True):
-            if status != CommitStatus.OK:
-                results[index] = StoreResult.REFUSED
-        return results
 
     def retrieve(self, key: Key) -> Retrieved | None:
         """The stored bytes, ``None`` when there are none."""
@@ -152,23 +158,25 @@ class MaruHandler(KeyCalls):
 
     def batch_retrieve(self, keys: Sequence[Key]) -> list[Retrieved | None]:
         """:meth:`retrieve` for many keys in one round trip."""
-        lease = self.acquire([self.key(key) for key in keys], leading=False)
+        taken = Taken()
         try:
+            lease = self._acquire(taken, [self.key(key) for key in keys], leading=False)
             located = self.adopt(lease.epoch, lease.entries, lease.generations, lease.lengths, lease.keys)
             ready = [index for index, status in enumerate(lease.statuses) if status == Presence.READY]
             # Objects are judged when they are handed out, and again by the caller once its copy is complete.
             views = {
                 index: located.view(index) for index, fine in zip(ready, located.check(ready), strict=True) if fine
             }
+            if not views:
+                self.release(lease)
+            shared = SharedLease(self.release, lease, len(views))
+            return [
+                Retrieved(located, index, views[index], shared) if index in views else None
+                for index in range(len(keys))
+            ]
         except BaseException:
-            self.release(lease)
+            self._undo(taken)
             raise
-        if not views:
-            self.release(lease)
-        shared = SharedLease(self.release, lease, len(views))
-        return [
-            Retrieved(located, index, views[index], shared) if index in views else None for index in range(len(keys))
-        ]
 
     def exists(self, key: Key) -> bool:
         """Whether the key is stored now."""

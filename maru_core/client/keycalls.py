@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from attrs import frozen
+from attrs import define, field, frozen
 
 from maru_core.checksum import Verify
 from maru_core.client.checks import Checks
@@ -73,6 +73,20 @@ class Located:
         )
 
 
+@define(eq=False)
+class Taken:
+    """What one batch has asked for and been given, noted early enough to be undone whenever an exception comes.
+
+    A signal handler may raise between any two instructions, so also when a reply was read and nobody has it yet. So
+    each request is noted before it is sent; a server can undo it by its id.
+    """
+
+    holder: tuple[int, int] = (0, 0)
+    requests: list[int] = field(factory=list)
+    written: list[tuple[Sequence[int], Sequence[int]]] = field(factory=list)
+    read: list[int] = field(factory=list)
+
+
 class KeyCalls:
     """The low-level half of :class:`MaruHandler`. Every method is thread-safe.
 
@@ -84,7 +98,8 @@ class KeyCalls:
 
     def __init__(self, link: Link, verify: Verify) -> None:
         self._link = link
-        self._checks = Checks(verify, self._report_damage)
+        # Not by a method of this object: a handler in a cycle would not end when it is dropped.
+        self._checks = Checks(verify, partial(_report_damage, link))
 
     @property
     def is_up(self) -> bool:
@@ -120,7 +135,25 @@ class KeyCalls:
         ``parents[i]`` is the key that precedes ``keys[i]`` in its prefix (32 zero bytes: none). One key as ``bytes``
         says that ``keys`` are a chain, each the parent of the next, and precedes the first.
         """
+        taken = Taken()
+        try:
+            return self._reserve(taken, keys, length, parents, weights_epoch, timeout)
+        except BaseException:
+            self._undo(taken)
+            raise
+
+    def _reserve(
+        self,
+        taken: Taken,
+        keys: Sequence[bytes],
+        length: int | Sequence[int],
+        parents: Sequence[bytes] | bytes | None = None,
+        weights_epoch: int | None = None,
+        timeout: float | None = None,
+    ) -> Grants:
+        """:meth:`reserve` for callers that undo ``taken`` themselves when anything raises."""
         session = self._link.up()
+        taken.holder = session.holder
         keys = tuple(keys)
         count = len(keys)
         uniform = isinstance(length, int)
@@ -136,34 +169,31 @@ class KeyCalls:
         same_length = uniform or len(set(lengths)) == 1
         epoch = self._link.weights_epoch if weights_epoch is None else weights_epoch
         statuses, entries, generations = b"", array("I"), array("I")
-        try:
-            for part, wait in self._parts(count, session, timeout):
-                chosen = lengths[part.start : part.stop]
-                if parents is None:
-                    preceding = b""
-                elif chain is None:
-                    preceding = join_keys(parents[part.start : part.stop])  # type: ignore[arg-type]
-                else:
-                    preceding = keys[part.start - 1] if part.start else chain
-                arguments: list[Any] = [
-                    epoch,
-                    join_keys(keys[part.start : part.stop]),
-                    preceding,
-                    length if uniform else pack_u64(chosen),
-                ]
-                parse = partial(reserved, lengths=chosen, uniform=same_length, pools=session.pools)
-                answer = self._link.call(session, Op.RESERVE, arguments, parse, wait)
-                self._link.holdings.writes(session.holder, *_granted(*answer))
-                if not statuses:
-                    statuses, entries, generations = answer
-                else:
-                    statuses += answer[0]
-                    entries += answer[1]
-                    generations += answer[2]
-        except BaseException:
-            taken = len(statuses)
-            self.abort(Grants(*session.holder, keys[:taken], statuses, entries, generations, lengths[:taken]))
-            raise
+        for part, wait in self._parts(count, session, timeout):
+            chosen = lengths[part.start : part.stop]
+            if parents is None:
+                preceding = b""
+            elif chain is None:
+                preceding = join_keys(parents[part.start : part.stop])  # type: ignore[arg-type]
+            else:
+                preceding = keys[part.start - 1] if part.start else chain
+            arguments: list[Any] = [
+                epoch,
+                join_keys(keys[part.start : part.stop]),
+                preceding,
+                length if uniform else pack_u64(chosen),
+            ]
+            parse = partial(reserved, lengths=chosen, uniform=same_length, pools=session.pools)
+            answer = self._link.call(session, Op.RESERVE, arguments, parse, wait, taken.requests)
+            granted = _granted(*answer)
+            taken.written.append(granted)
+            self._link.holdings.writes(session.holder, *granted)
+            if not statuses:
+                statuses, entries, generations = answer
+            else:
+                statuses += answer[0]
+                entries = entries + answer[1]  # a new one: what was noted before must not grow
+                generations = generations + answer[2]
         return Grants(session.epoch, session.id, keys, statuses, entries, generations, lengths)
 
     def commit(
@@ -227,20 +257,35 @@ class KeyCalls:
         self, keys: Sequence[bytes], *, leading: bool, weights_epoch: int | None = None, timeout: float | None = None
     ) -> Lease:
         """Lease what is READY; with ``leading`` only the keys before the first that is not."""
+        taken = Taken()
+        try:
+            return self._acquire(taken, keys, leading, weights_epoch, timeout)
+        except BaseException:
+            self._undo(taken)
+            raise
+
+    def _acquire(
+        self,
+        taken: Taken,
+        keys: Sequence[bytes],
+        leading: bool,
+        weights_epoch: int | None = None,
+        timeout: float | None = None,
+    ) -> Lease:
+        """:meth:`acquire` for callers that undo ``taken`` themselves when anything raises."""
         session = self._link.up()
+        taken.holder = session.holder
         keys = tuple(keys)
         builder = LeaseBuilder(session, keys, self._link.holdings)
         epoch = self._link.weights_epoch if weights_epoch is None else weights_epoch
-        try:
-            for part, wait in self._parts(len(keys), session, timeout):
-                arguments = [epoch, join_keys(keys[part.start : part.stop]), leading]
-                parse = partial(acquired, count=len(part), pools=session.pools)
-                if not builder.add(self._link.call(session, Op.ACQUIRE, arguments, parse, wait)) and leading:
-                    break
-        except BaseException:
-            if builder.ids:
-                self._link.end_lease(session.holder, builder.ids)
-            raise
+        for part, wait in self._parts(len(keys), session, timeout):
+            arguments = [epoch, join_keys(keys[part.start : part.stop]), leading]
+            parse = partial(acquired, count=len(part), pools=session.pools)
+            answer = self._link.call(session, Op.ACQUIRE, arguments, parse, wait, taken.requests)
+            if answer[0]:
+                taken.read.append(answer[0])
+            if not builder.add(answer) and leading:
+                break
         return builder.build()
 
     def submit_acquire(
@@ -311,16 +356,6 @@ class KeyCalls:
         """What the server counts: server, pools, sessions, counters, namespaces."""
         return self._link.call(self._link.up(), Op.STATS, (), _single_map, timeout)
 
-    def _report_damage(self, epoch: int, entry: int, generation: int, key: bytes, what: str) -> None:
-        """Have the server drop a damaged object, so that nobody hits it again. Never blocks."""
-        link = self._link
-        link.note("error", "damaged object", key=key.hex(), wrong=what, entry=entry, generation=generation)
-        try:
-            holder = link.session_of(epoch).holder
-        except MaruError:  # the epoch is over, and the object with it
-            return
-        link.defer(holder, Op.REPORT, ((entry, generation),))
-
     def _presences(self, op: Op, keys: Sequence[bytes], weights_epoch: int | None, timeout: float | None) -> bytes:
         session = self._link.up()
         epoch = self._link.weights_epoch if weights_epoch is None else weights_epoch
@@ -330,6 +365,16 @@ class KeyCalls:
             arguments = [epoch, join_keys(keys[part.start : part.stop])]
             found.append(self._link.call(session, op, arguments, parse, wait))
         return b"".join(found)
+
+    def _undo(self, taken: Taken) -> None:
+        """Give back all that a batch took, also what its replies said to nobody. Never blocks; idempotent."""
+        link = self._link
+        for entries, generations in taken.written:
+            link.end_writing(taken.holder, tuple(zip(entries, generations, strict=True)))
+        if taken.read:
+            link.end_lease(taken.holder, tuple(taken.read))
+        if taken.requests:
+            link.defer(taken.holder, Op.CANCEL, tuple(taken.requests))
 
     def _put_back(self, grants: Grants, indices: Sequence[int]) -> None:
         items = tuple((grants.entries[index], grants.generations[index]) for index in indices)
@@ -351,6 +396,16 @@ class KeyCalls:
                     f"{count - start} of {count} keys were left when the {timeout} s for the call were over"
                 )
             yield range(start, min(start + most, count)), left
+
+
+def _report_damage(link: Link, epoch: int, entry: int, generation: int, key: bytes, what: str) -> None:
+    """Have the server drop a damaged object, so that nobody hits it again. Never blocks."""
+    link.note("error", "damaged object", key=key.hex(), wrong=what, entry=entry, generation=generation)
+    try:
+        holder = link.session_of(epoch).holder
+    except MaruError:  # the epoch is over, and the object with it
+        return
+    link.defer(holder, Op.REPORT, ((entry, generation),))
 
 
 def _granted(statuses: bytes, entries: array[int], generations: array[int]) -> tuple[Sequence[int], Sequence[int]]:

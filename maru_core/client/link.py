@@ -92,12 +92,16 @@ class Link:
         arguments: Sequence[Any],
         parse: Callable[[list[Any]], T],
         timeout: float | None = None,
+        issued: list[int] | None = None,
     ) -> T:
         """One request and its parsed reply. Whatever goes wrong, what the request took is cancelled by id.
 
+        Its id is added to ``issued`` before it is sent, for callers that may not keep the result either.
         Raises Unavailable, StaleEpoch, ServerError, and ProtocolError when ``parse`` rejects the reply.
         """
         request_id = next(self.ids)
+        if issued is not None:
+            issued.append(request_id)
         frame = encode((int(op), request_id, session.epoch, session.id, *arguments))
         channel = self._channel(session)
         wait = self._request_timeout if timeout is None else timeout

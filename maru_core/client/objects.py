@@ -74,9 +74,10 @@ class Allocation:
         self._grants = grants
         self._index = index
         self._shown: Shown | None = None
-        self._open = self.refusal is None
-        if self._open:
+        self._open = False
+        if self.refusal is None:
             self._shown = Shown(calls.view(grants.epoch, grants.entries[index], grants.lengths[index]))
+            self._open = True
 
     @property
     def view(self) -> memoryview:

@@ -280,8 +280,8 @@ def test_another_namespace_cannot_have_an_object_dropped(folder: Folder, handler
     host = PluginHost.with_plugins({}, built_ins=True)
     stranger = MaruHandler.connect(MaruConfig(**folder.settings()), Namespace.of({"model": "other"}), host=host)
     with stranger:
-        stranger._report_damage(lease.epoch, lease.entries[0], lease.generations[0], lease.keys[0], "checksum")
-        stranger._report_damage(lease.epoch, 900, 1, lease.keys[0], "checksum")
+        stranger._checks._report(lease.epoch, lease.entries[0], lease.generations[0], lease.keys[0], "checksum")
+        stranger._checks._report(lease.epoch, 900, 1, lease.keys[0], "checksum")
         stranger.store("b", b"so that the report has been delivered")
         eventually(lambda: not stranger._link.inbox.qsize())
     assert read(handler, "a") == b"right bytes"

@@ -9,13 +9,14 @@ import pytest
 from tests.client.real import Folder
 
 CODE = """
-import json, resource
+import attrs, json, resource
 from maru_core.errors import MaruError
 from maru_core.host import PluginHost
 host = PluginHost.with_plugins({}, built_ins=True)
 settings = MaruConfig(**SETTINGS)
-def connect():
-    return MaruHandler.connect(settings, Namespace.of({'model': 'test', 'tokens': 256}), host=host)
+def connect(**more):
+    namespace = Namespace.of({'model': 'test', 'tokens': 256})
+    return MaruHandler.connect(attrs.evolve(settings, **more), namespace, host=host)
 h = connect()
 h.store('a', b'1')
 os.listdir('/')
@@ -47,7 +48,7 @@ for call in (lambda: h.store('b', b'2'), lambda: h.retrieve('a'), h.ping, h.stat
              lambda: h.submit_acquire([bytes(32)], leading=True).poll(0.5)):
     elsewhere(call)
 note(lambda: h.store('c', b'3'))
-note(connect)
+note(lambda: connect(connect_timeout=0.5))
 for descriptor in taken:
     os.close(descriptor)
 end = time.monotonic() + 10
@@ -66,7 +67,7 @@ h.close()
 @pytest.mark.parametrize("left", range(0, 14))
 def test_without_descriptors_calls_fail_like_any_other(folder: Folder, left: int) -> None:
     """Whatever the number that is left: no other exception, and above all no abort by a library underneath."""
-    settings = folder.settings(request_timeout=0.5, connect_timeout=1)
+    settings = folder.settings(request_timeout=0.5, connect_timeout=30)
     process = folder.run(CODE.replace("SETTINGS", repr(settings)), str(left))
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, (process.returncode, err)
