@@ -10,12 +10,13 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal, cast, get_args
 
 import structlog
 from attrs import Attribute, field, fields, frozen
 
 from maru_core.address import MAX_SOCKET_PATH, Address
+from maru_core.checksum import Verify
 from maru_core.errors import ConfigError
 from maru_core.sizes import parse_size
 
@@ -90,6 +91,13 @@ def _path(value: object) -> str:
     return os.path.normpath(text)
 
 
+def _verify(value: object) -> Verify:
+    mode = _text(value).lower()
+    if mode not in get_args(Verify):
+        raise ValueError
+    return cast(Verify, mode)
+
+
 def _url(value: object) -> str:
     text = _text(value)
     if text == "auto":
@@ -145,6 +153,7 @@ LABEL: Final = Kind("printable text of at most 256 bytes", _label)
 NAME: Final = Kind("a plugin's name: letters, digits, '.', '_' and '-'", _name)
 NAMES: Final = Kind("names of storage backends, each once: a list, or text with commas", _names)
 PATH: Final = Kind("an absolute path", _path)
+VERIFY: Final = Kind("off, sample or full", _verify)
 URL: Final = Kind(
     f"auto, ipc:///absolute/path (at most {MAX_SOCKET_PATH} bytes) or tcp://host:port; "
     "one that is not loopback needs `maru_keys`",
@@ -238,6 +247,12 @@ class MaruConfig:
         1, POSITIVE, "Layers that must be loaded before an overlapped request is released to compute.", "layers"
     )
     load_admission_window: int = _setting(0, COUNT, "Most loads in flight at a time; 0: no limit.", "requests")
+    verify: Literal["off", "sample", "full"] = _setting(
+        "sample",
+        VERIFY,
+        "Which objects get a checksum when they are stored and have it compared when they are read: none, one of 16, "
+        "or all. A mismatch is a miss.",
+    )
     log_timing: bool = _setting(False, BOOLEAN, "Log how long each load and store took.")
     connect_timeout: float = _setting(10.0, SECONDS, "Longest wait for the first session.", "seconds")
     request_timeout: float = _setting(2.0, SECONDS, "Deadline of one request to the server.", "seconds")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from typing import Any
@@ -16,8 +17,19 @@ from maru_core.protocol.codec import decode, describe
 
 #: Requests that may wait in a socket that is not connected; more than that and the caller is told at once.
 SEND_QUEUE = 1000
+#: What a context and its first socket take at most; a later socket takes two.
+_DESCRIPTORS = 12
 #: A plain number: combining and passing enumeration members takes time.
 _NOBLOCK = int(zmq.NOBLOCK)
+
+
+def new_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """A context for the sockets of one handler; raises Unavailable when no file descriptor is left."""
+    try:
+        _expect_descriptors()
+        return zmq.Context()
+    except (OSError, zmq.ZMQError) as error:
+        raise Unavailable(f"ZeroMQ cannot start: {error}; raise the limit of open files") from error
 
 
 class Channel:
@@ -35,9 +47,10 @@ class Channel:
         self._url = url
         self._keys = keys
         try:
+            _expect_descriptors()
             self._socket = context.socket(zmq.DEALER)
-        except zmq.ZMQError as error:
-            raise Unavailable(f"no socket for another thread to reach {url}: {error}") from error
+        except (OSError, zmq.ZMQError) as error:
+            raise Unavailable(f"no socket to reach {url}: {error}; raise the limit of open files") from error
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
@@ -138,3 +151,14 @@ def nobody_answers(url: str, keys: ClientKeys | None) -> str:
         f"no Maru server answers at {url} with the keys of {keys.source}: is one there, does it have this client's "
         f"public key, and is the {SERVER}{PUBLIC_SUFFIX} beside it that server's?"
     )
+
+
+def _expect_descriptors() -> None:
+    """Raise OSError when few file descriptors are left: ZeroMQ would end the process where it needs one of its own."""
+    taken: list[int] = []
+    try:
+        for _ in range(_DESCRIPTORS):
+            taken.append(os.eventfd(0))
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)

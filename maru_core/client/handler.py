@@ -14,8 +14,9 @@ from typing import Any
 import structlog
 
 from maru_core.access import ClientKeys
+from maru_core.checksum import Verify
 from maru_core.client.bootstrap import ServerStarter, is_listening
-from maru_core.client.keycalls import KeyCalls, single_number
+from maru_core.client.keycalls import KeyCalls, Taken, single_number
 from maru_core.client.link import Link
 from maru_core.client.objects import REFUSALS, Allocation, Retrieved, SharedLease
 from maru_core.client.regions import Regions
@@ -42,9 +43,9 @@ class MaruHandler(KeyCalls):
     ``asyncio.to_thread``. A lost server is found again, or with ``auto`` started again, by itself.
     """
 
-    def __init__(self, link: Link, upkeep: Upkeep, namespace: Namespace, host: PluginHost) -> None:
+    def __init__(self, link: Link, upkeep: Upkeep, namespace: Namespace, host: PluginHost, verify: Verify) -> None:
         """Use :meth:`connect`."""
-        super().__init__(link)
+        super().__init__(link, verify)
         self._upkeep = upkeep
         self._namespace = namespace
         self._host = host
@@ -74,7 +75,8 @@ class MaruHandler(KeyCalls):
         devices may move bytes of the pools by themselves, and so for a moment after this process died.
 
         An absent server leaves the handler down, and it keeps looking. Raises ConfigError (address, keys or runtime
-        folder cannot be used), VersionMismatch, BackendError (``auto`` could not start a server), ServerError.
+        folder cannot be used), VersionMismatch, BackendError (``auto`` could not start a server), ServerError,
+        Unavailable (no file descriptor is left for a socket).
         """
         host = host or PluginHost.discover(PluginSettings.from_environ(os.environ))
         opener = _Opener(config, namespace, host, role, name, dma)
@@ -89,7 +91,7 @@ class MaruHandler(KeyCalls):
         keys = ClientKeys.load(config.keys) if config.keys is not None and url.startswith("tcp:") else None
         link = Link(url, request_timeout=config.request_timeout, keys=keys)
         upkeep = Upkeep(link, opener, ensure, _death_of(url))
-        handler = cls(link, upkeep, namespace, host)
+        handler = cls(link, upkeep, namespace, host, config.verify)
         try:
             upkeep.start(config.connect_timeout)
         except BaseException:
@@ -115,14 +117,19 @@ class MaruHandler(KeyCalls):
 
     def batch_alloc(self, keys: Sequence[Key], sizes: Sequence[int]) -> list[Allocation]:
         """:meth:`alloc` for many keys in one round trip."""
-        grants = self.reserve([self.key(key) for key in keys], sizes)
+        taken = Taken()
+        allocations: list[Allocation] = []
         try:
-            allocations = [Allocation(self, grants, index, self._keep_session) for index in range(len(keys))]
+            grants = self._reserve(taken, [self.key(key) for key in keys], sizes)
+            for index in range(len(keys)):
+                allocations.append(Allocation(self, grants, index, self._keep_session))
+            self._open.update(allocations)
+            return allocations
         except BaseException:
-            self.abort(grants)
+            for allocation in allocations:
+                allocation.abort()
+            self._undo(taken)
             raise
-        self._open.update(allocations)
-        return allocations
 
     def store(self, key: Key, data: Bytes) -> StoreResult:
         """Copy ``data`` into the pool unless the key is there already."""
@@ -131,18 +138,19 @@ class MaruHandler(KeyCalls):
     def batch_store(self, keys: Sequence[Key], data: Sequence[Bytes]) -> list[StoreResult]:
         """:meth:`store` for many keys in two round trips. When it raises, nothing of the batch stays reserved."""
         views = [memoryview(item).cast("B") for item in data]
-        grants = self.reserve([self.key(key) for key in keys], [view.nbytes for view in views])
+        taken = Taken()
         try:
+            grants = self._reserve(taken, [self.key(key) for key in keys], [view.nbytes for view in views])
             for index in grants.new:
                 self.view(grants.epoch, grants.entries[index], grants.lengths[index])[:] = views[index]
+            results = [REFUSALS.get(ReserveStatus(status), StoreResult.STORED) for status in grants.statuses]
+            for index, status in zip(grants.new, self.commit(grants, checksums=True), strict=True):
+                if status != CommitStatus.OK:
+                    results[index] = StoreResult.REFUSED
+            return results
         except BaseException:
-            self.abort(grants)
+            self._undo(taken)
             raise
-        results = [REFUSALS.get(ReserveStatus(status), StoreResult.STORED) for status in grants.statuses]
-        for index, status in zip(grants.new, self.commit(grants), strict=True):
-            if status != CommitStatus.OK:
-                results[index] = StoreResult.REFUSED
-        return results
 
     def retrieve(self, key: Key) -> Retrieved | None:
         """The stored bytes, ``None`` when there are none."""
@@ -150,22 +158,25 @@ class MaruHandler(KeyCalls):
 
     def batch_retrieve(self, keys: Sequence[Key]) -> list[Retrieved | None]:
         """:meth:`retrieve` for many keys in one round trip."""
-        lease = self.acquire([self.key(key) for key in keys], leading=False)
+        taken = Taken()
         try:
-            located = self.adopt(lease.epoch, lease.entries, lease.generations, lease.lengths)
+            lease = self._acquire(taken, [self.key(key) for key in keys], leading=False)
+            located = self.adopt(lease.epoch, lease.entries, lease.generations, lease.lengths, lease.keys)
             ready = [index for index, status in enumerate(lease.statuses) if status == Presence.READY]
-            # The header is judged when the view is handed out, and again by the caller once its copy is complete.
-            good = [index for index in ready if located.verify_one(index)]
-            views = {index: located.view(index) for index in good}
+            # Objects are judged when they are handed out, and again by the caller once its copy is complete.
+            views = {
+                index: located.view(index) for index, fine in zip(ready, located.check(ready), strict=True) if fine
+            }
+            if not views:
+                self.release(lease)
+            shared = SharedLease(self.release, lease, len(views))
+            return [
+                Retrieved(located, index, views[index], shared) if index in views else None
+                for index in range(len(keys))
+            ]
         except BaseException:
-            self.release(lease)
+            self._undo(taken)
             raise
-        if not views:
-            self.release(lease)
-        shared = SharedLease(self.release, lease, len(views))
-        return [
-            Retrieved(located, index, views[index], shared) if index in views else None for index in range(len(keys))
-        ]
 
     def exists(self, key: Key) -> bool:
         """Whether the key is stored now."""
@@ -189,6 +200,9 @@ class MaruHandler(KeyCalls):
             "url": self._link.url,
             "epoch": self.epoch,
             "weights_epoch": self.weights_epoch,
+            "verify": self._checks.mode,
+            "checksum_mismatches": self._checks.checksum_mismatches,
+            "header_mismatches": self._checks.header_mismatches,
             "plugins": dict(self._host.hint_stats()),
         }
         return {**self.server_stats(), "client": client}

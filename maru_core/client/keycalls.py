@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from attrs import frozen
+from attrs import define, field, frozen
 
+from maru_core.checksum import Verify
+from maru_core.client.checks import Checks
 from maru_core.client.columns import acquired, expect_results, join_keys, presence_of, reserved, statuses_of
 from maru_core.client.link import Link
 from maru_core.client.pending import LeaseBuilder, PendingAcquire
 from maru_core.client.regions import Regions
 from maru_core.client.session import Session
 from maru_core.client.values import Grants, Lease
-from maru_core.errors import ProtocolError, StaleEpoch, Unavailable
+from maru_core.errors import MaruError, ProtocolError, StaleEpoch, Unavailable
 from maru_core.pool_format import KEY_SIZE
 from maru_core.protocol import MAX_KEYS, CommitStatus, Op, ReserveStatus
 from maru_core.protocol.codec import pack_u32, pack_u64
@@ -35,7 +37,9 @@ class Located:
     entries: Sequence[int]
     generations: Sequence[int]
     lengths: Sequence[int]
+    keys: Sequence[bytes]
     _regions: Regions
+    _checks: Checks
 
     def view(self, index: int) -> memoryview:
         """Bytes of object ``index``; raises StaleEpoch when the pools were unmapped since."""
@@ -45,14 +49,42 @@ class Located:
         """Wrap the copy in this: tells device hints what is about to be read, and when that is over."""
         return self._regions.reading(self.entries, self.lengths)
 
-    def verify_one(self, index: int) -> bool:
-        """:meth:`verify` for object ``index`` alone."""
-        columns = (self.entries[index],), (self.generations[index],), (self.lengths[index],)
-        return self._regions.verify(*columns)[0]
-
     def verify(self) -> list[bool]:
-        """For each object: whether a copy that has completed by now is the object that was leased."""
+        """For each object: whether a copy that has completed by now is the object that was leased. Looks at headers."""
         return self._regions.verify(self.entries, self.generations, self.lengths)
+
+    def check(self, indices: Iterable[int] | None = None) -> list[bool]:
+        """:meth:`verify` for ``indices`` (``None``: all), and whether header and bytes are undamaged; needs the keys.
+
+        Reads the bytes of those objects that ``maru_verify`` covers. What is damaged is reported to the server, which
+        drops it.
+        """
+        judge, regions, epoch = self._checks.judge, self._regions, self.epoch
+        keys, entries, generations, lengths = self.keys, self.entries, self.generations, self.lengths
+        chosen = range(len(entries)) if indices is None else indices
+        return [judge(regions, epoch, keys[i], entries[i], generations[i], lengths[i]) for i in chosen]
+
+    def check_again(self, index: int) -> bool:
+        """:meth:`check` for an object that was good: its bytes are compared once more only in mode ``full``."""
+        if self._checks.mode == "full":
+            return self.check((index,))[0]
+        return self._regions.is_granted(
+            self.entries[index], self.generations[index], self.lengths[index], self.keys[index]
+        )
+
+
+@define(eq=False)
+class Taken:
+    """What one batch has asked for and been given, noted early enough to be undone whenever an exception comes.
+
+    A signal handler may raise between any two instructions, so also when a reply was read and nobody has it yet. So
+    each request is noted before it is sent; a server can undo it by its id.
+    """
+
+    holder: tuple[int, int] = (0, 0)
+    requests: list[int] = field(factory=list)
+    written: list[tuple[Sequence[int], Sequence[int]]] = field(factory=list)
+    read: list[int] = field(factory=list)
 
 
 class KeyCalls:
@@ -64,8 +96,10 @@ class KeyCalls:
     answer every key). When a call raises, whatever its batch had taken is given back.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, verify: Verify) -> None:
         self._link = link
+        # Not by a method of this object: a handler in a cycle would not end when it is dropped.
+        self._checks = Checks(verify, partial(_report_damage, link))
 
     @property
     def is_up(self) -> bool:
@@ -101,7 +135,25 @@ class KeyCalls:
         ``parents[i]`` is the key that precedes ``keys[i]`` in its prefix (32 zero bytes: none). One key as ``bytes``
         says that ``keys`` are a chain, each the parent of the next, and precedes the first.
         """
+        taken = Taken()
+        try:
+            return self._reserve(taken, keys, length, parents, weights_epoch, timeout)
+        except BaseException:
+            self._undo(taken)
+            raise
+
+    def _reserve(
+        self,
+        taken: Taken,
+        keys: Sequence[bytes],
+        length: int | Sequence[int],
+        parents: Sequence[bytes] | bytes | None = None,
+        weights_epoch: int | None = None,
+        timeout: float | None = None,
+    ) -> Grants:
+        """:meth:`reserve` for callers that undo ``taken`` themselves when anything raises."""
         session = self._link.up()
+        taken.holder = session.holder
         keys = tuple(keys)
         count = len(keys)
         uniform = isinstance(length, int)
@@ -117,39 +169,44 @@ class KeyCalls:
         same_length = uniform or len(set(lengths)) == 1
         epoch = self._link.weights_epoch if weights_epoch is None else weights_epoch
         statuses, entries, generations = b"", array("I"), array("I")
-        try:
-            for part, wait in self._parts(count, session, timeout):
-                chosen = lengths[part.start : part.stop]
-                if parents is None:
-                    preceding = b""
-                elif chain is None:
-                    preceding = join_keys(parents[part.start : part.stop])  # type: ignore[arg-type]
-                else:
-                    preceding = keys[part.start - 1] if part.start else chain
-                arguments: list[Any] = [
-                    epoch,
-                    join_keys(keys[part.start : part.stop]),
-                    preceding,
-                    length if uniform else pack_u64(chosen),
-                ]
-                parse = partial(reserved, lengths=chosen, uniform=same_length, pools=session.pools)
-                answer = self._link.call(session, Op.RESERVE, arguments, parse, wait)
-                self._link.holdings.writes(session.holder, *_granted(*answer))
-                if not statuses:
-                    statuses, entries, generations = answer
-                else:
-                    statuses += answer[0]
-                    entries += answer[1]
-                    generations += answer[2]
-        except BaseException:
-            taken = len(statuses)
-            self.abort(Grants(*session.holder, keys[:taken], statuses, entries, generations, lengths[:taken]))
-            raise
+        for part, wait in self._parts(count, session, timeout):
+            chosen = lengths[part.start : part.stop]
+            if parents is None:
+                preceding = b""
+            elif chain is None:
+                preceding = join_keys(parents[part.start : part.stop])  # type: ignore[arg-type]
+            else:
+                preceding = keys[part.start - 1] if part.start else chain
+            arguments: list[Any] = [
+                epoch,
+                join_keys(keys[part.start : part.stop]),
+                preceding,
+                length if uniform else pack_u64(chosen),
+            ]
+            parse = partial(reserved, lengths=chosen, uniform=same_length, pools=session.pools)
+            answer = self._link.call(session, Op.RESERVE, arguments, parse, wait, taken.requests)
+            granted = _granted(*answer)
+            taken.written.append(granted)
+            self._link.holdings.writes(session.holder, *granted)
+            if not statuses:
+                statuses, entries, generations = answer
+            else:
+                statuses += answer[0]
+                entries = entries + answer[1]  # a new one: what was noted before must not grow
+                generations = generations + answer[2]
         return Grants(session.epoch, session.id, keys, statuses, entries, generations, lengths)
 
-    def commit(self, grants: Grants, indices: Sequence[int] | None = None, *, timeout: float | None = None) -> bytes:
+    def commit(
+        self,
+        grants: Grants,
+        indices: Sequence[int] | None = None,
+        *,
+        checksums: bool = False,
+        timeout: float | None = None,
+    ) -> bytes:
         """Publish and make visible what was written; a CommitStatus for each of ``indices`` (``None``: ``grants.new``).
 
+        With ``checksums`` the objects that ``maru_verify`` covers get one, of the bytes that lie in the pool now.
         UNKNOWN: not visible, because of a reset meanwhile. When it raises, these grants are void: their pages go back
         unless the server had already committed them.
         """
@@ -164,11 +221,15 @@ class KeyCalls:
             if session.id != grants.session or not session.covers(grants.epoch):
                 raise StaleEpoch("these reservations were made before the server restarted; nothing was committed")
             session.regions.publish(entries, lengths)
+            sums: list[int] = []
+            if checksums:
+                keys = grants.keys if whole else [grants.keys[index] for index in chosen]
+                sums = self._checks.checksums(session.regions, keys, entries, lengths)
             for part, wait in self._parts(len(entries), session, timeout):
                 columns = [
                     pack_u32(entries[part.start : part.stop]),
                     pack_u32(generations[part.start : part.stop]),
-                    b"",
+                    pack_u64(sums[part.start : part.stop]),
                 ]
                 parse = partial(_commit_statuses, count=len(part), op="COMMIT")
                 statuses += self._link.call(session, Op.COMMIT, columns, parse, wait)
@@ -196,20 +257,35 @@ class KeyCalls:
         self, keys: Sequence[bytes], *, leading: bool, weights_epoch: int | None = None, timeout: float | None = None
     ) -> Lease:
         """Lease what is READY; with ``leading`` only the keys before the first that is not."""
+        taken = Taken()
+        try:
+            return self._acquire(taken, keys, leading, weights_epoch, timeout)
+        except BaseException:
+            self._undo(taken)
+            raise
+
+    def _acquire(
+        self,
+        taken: Taken,
+        keys: Sequence[bytes],
+        leading: bool,
+        weights_epoch: int | None = None,
+        timeout: float | None = None,
+    ) -> Lease:
+        """:meth:`acquire` for callers that undo ``taken`` themselves when anything raises."""
         session = self._link.up()
+        taken.holder = session.holder
         keys = tuple(keys)
         builder = LeaseBuilder(session, keys, self._link.holdings)
         epoch = self._link.weights_epoch if weights_epoch is None else weights_epoch
-        try:
-            for part, wait in self._parts(len(keys), session, timeout):
-                arguments = [epoch, join_keys(keys[part.start : part.stop]), leading]
-                parse = partial(acquired, count=len(part), pools=session.pools)
-                if not builder.add(self._link.call(session, Op.ACQUIRE, arguments, parse, wait)) and leading:
-                    break
-        except BaseException:
-            if builder.ids:
-                self._link.end_lease(session.holder, builder.ids)
-            raise
+        for part, wait in self._parts(len(keys), session, timeout):
+            arguments = [epoch, join_keys(keys[part.start : part.stop]), leading]
+            parse = partial(acquired, count=len(part), pools=session.pools)
+            answer = self._link.call(session, Op.ACQUIRE, arguments, parse, wait, taken.requests)
+            if answer[0]:
+                taken.read.append(answer[0])
+            if not builder.add(answer) and leading:
+                break
         return builder.build()
 
     def submit_acquire(
@@ -247,9 +323,20 @@ class KeyCalls:
         """
         return self._link.session_of(epoch).regions.verify(entries, generations, lengths)
 
-    def adopt(self, epoch: int, entries: Sequence[int], generations: Sequence[int], lengths: Sequence[int]) -> Located:
-        """Objects that another process of this engine leased; raises StaleEpoch in another epoch."""
-        return Located(epoch, entries, generations, lengths, self._link.session_of(epoch).regions)
+    def adopt(
+        self,
+        epoch: int,
+        entries: Sequence[int],
+        generations: Sequence[int],
+        lengths: Sequence[int],
+        keys: Sequence[bytes] = (),
+    ) -> Located:
+        """Objects that another process of this engine leased; raises StaleEpoch in another epoch.
+
+        ``keys`` are needed for :meth:`Located.check`.
+        """
+        regions = self._link.session_of(epoch).regions
+        return Located(epoch, entries, generations, lengths, keys, regions, self._checks)
 
     def reset(self, *, timeout: float | None = None) -> int:
         """Drop everything in the namespace (new weights); the weights epoch that this handler uses from here on."""
@@ -279,6 +366,16 @@ class KeyCalls:
             found.append(self._link.call(session, op, arguments, parse, wait))
         return b"".join(found)
 
+    def _undo(self, taken: Taken) -> None:
+        """Give back all that a batch took, also what its replies said to nobody. Never blocks; idempotent."""
+        link = self._link
+        for entries, generations in taken.written:
+            link.end_writing(taken.holder, tuple(zip(entries, generations, strict=True)))
+        if taken.read:
+            link.end_lease(taken.holder, tuple(taken.read))
+        if taken.requests:
+            link.defer(taken.holder, Op.CANCEL, tuple(taken.requests))
+
     def _put_back(self, grants: Grants, indices: Sequence[int]) -> None:
         items = tuple((grants.entries[index], grants.generations[index]) for index in indices)
         if items:
@@ -299,6 +396,16 @@ class KeyCalls:
                     f"{count - start} of {count} keys were left when the {timeout} s for the call were over"
                 )
             yield range(start, min(start + most, count)), left
+
+
+def _report_damage(link: Link, epoch: int, entry: int, generation: int, key: bytes, what: str) -> None:
+    """Have the server drop a damaged object, so that nobody hits it again. Never blocks."""
+    link.note("error", "damaged object", key=key.hex(), wrong=what, entry=entry, generation=generation)
+    try:
+        holder = link.session_of(epoch).holder
+    except MaruError:  # the epoch is over, and the object with it
+        return
+    link.defer(holder, Op.REPORT, ((entry, generation),))
 
 
 def _granted(statuses: bytes, entries: array[int], generations: array[int]) -> tuple[Sequence[int], Sequence[int]]:

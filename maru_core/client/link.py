@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import structlog
-import zmq
 from attrs import frozen
 
 from maru_core.access import ClientKeys
-from maru_core.client.channel import Channel
+from maru_core.client.channel import Channel, new_context
 from maru_core.client.holdings import Holdings
 from maru_core.client.session import ForkGuard, Session
 from maru_core.errors import (
@@ -70,7 +69,7 @@ class Link:
         self.closed = False
         self.ids = itertools.count(1)
         self.inbox: queue.SimpleQueue[Chore | None] = queue.SimpleQueue()
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context = new_context()
         self.guard = ForkGuard(self._on_fork)
         self.holdings = Holdings()
         self._request_timeout = request_timeout
@@ -93,12 +92,16 @@ class Link:
         arguments: Sequence[Any],
         parse: Callable[[list[Any]], T],
         timeout: float | None = None,
+        issued: list[int] | None = None,
     ) -> T:
         """One request and its parsed reply. Whatever goes wrong, what the request took is cancelled by id.
 
+        Its id is added to ``issued`` before it is sent, for callers that may not keep the result either.
         Raises Unavailable, StaleEpoch, ServerError, and ProtocolError when ``parse`` rejects the reply.
         """
         request_id = next(self.ids)
+        if issued is not None:
+            issued.append(request_id)
         frame = encode((int(op), request_id, session.epoch, session.id, *arguments))
         channel = self._channel(session)
         wait = self._request_timeout if timeout is None else timeout

@@ -74,9 +74,10 @@ class Allocation:
         self._grants = grants
         self._index = index
         self._shown: Shown | None = None
-        self._open = self.refusal is None
-        if self._open:
+        self._open = False
+        if self.refusal is None:
             self._shown = Shown(calls.view(grants.epoch, grants.entries[index], grants.lengths[index]))
+            self._open = True
 
     @property
     def view(self) -> memoryview:
@@ -96,7 +97,7 @@ class Allocation:
         if self.refusal is not None:
             return self.refusal
         self._end()
-        statuses = self._calls.commit(self._grants, [self._index])
+        statuses = self._calls.commit(self._grants, [self._index], checksums=True)
         return StoreResult.STORED if statuses[0] == CommitStatus.OK else StoreResult.REFUSED
 
     def abort(self) -> None:
@@ -178,8 +179,11 @@ class Retrieved:
         return view
 
     def verify(self) -> bool:
-        """Whether what was read up to now is the object that was asked for. False after ``close``."""
-        return self._shown.view is not None and self._located.verify_one(self._index)
+        """Whether what was read up to now is the object that was asked for. False after ``close``.
+
+        Looks at the header; with ``maru_verify`` ``full`` compares the checksum once more.
+        """
+        return self._shown.view is not None and self._located.check_again(self._index)
 
     def close(self) -> None:
         """Give the lease back, now or when the last buffer made from ``view`` is gone. Idempotent."""

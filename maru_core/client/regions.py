@@ -12,11 +12,21 @@ from typing import Protocol
 from maru_core.client.columns import check_place
 from maru_core.contracts import ReadExtent, Region, StorageBackend
 from maru_core.errors import BackendError, StaleEpoch
-from maru_core.pool_format import DIGEST_SIZE, HEADER_SIZE, HEADER_VIEW_OFFSET, State
+from maru_core.pool_format import (
+    DIGEST_SIZE,
+    HEADER_SIZE,
+    HEADER_VIEW_OFFSET,
+    KEY_SIZE,
+    Header,
+    State,
+    unpack_header,
+)
 from maru_core.protocol.messages import PoolDescriptor
 
 #: state, generation, length, (session, checksum), namespace digest: what proves that an object is still there.
 _PROOF = struct.Struct(f"<B3xIQ16x{DIGEST_SIZE}s")
+#: The same and, behind weights epoch and parent, the key.
+_PROOF_OF_KEY = struct.Struct(f"{_PROOF.format}12x{KEY_SIZE}x{KEY_SIZE}s")
 
 #: Bytes that are populated between two looks whether the region was closed.
 _POPULATE_STEP = 16 * 1024 * 1024
@@ -165,6 +175,33 @@ class Regions:
                 raise
             return [False] * len(entries)
         return verdicts
+
+    def is_granted(self, entry: int, generation: int, length: int, key: bytes) -> bool:
+        """:meth:`verify` for one object, whose header must also name ``key``."""
+        try:
+            pool = check_place(entry, length, self._pools)
+            region = self.of(pool)
+            offset = pool.header_at(entry)
+            region.acquire(offset, HEADER_SIZE)
+            found = _PROOF_OF_KEY.unpack_from(region.buffer, offset + HEADER_VIEW_OFFSET)
+        except (ValueError, BackendError, StaleEpoch):
+            if not self._closed:
+                raise
+            return False
+        return found == (State.READY, generation, length, self._digest, key)
+
+    def header(self, entry: int, length: int) -> Header | None:
+        """The whole header of an object, ``None`` when its CRC does not hold; raises StaleEpoch."""
+        pool = check_place(entry, length, self._pools)
+        region = self.of(pool)
+        offset = pool.header_at(entry)
+        try:
+            region.acquire(offset, HEADER_SIZE)
+            return unpack_header(region.buffer[offset : offset + HEADER_SIZE])
+        except (ValueError, BackendError):
+            if not self._closed:
+                raise
+            raise _gone() from None
 
     def close(self) -> None:
         """Unmap everything; memory that a live memoryview shows stays mapped until that is gone. Idempotent."""

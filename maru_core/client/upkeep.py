@@ -1,7 +1,7 @@
 """The background thread of one handler: keeps its link up.
 
 It pings over a socket of its own, opens sessions, starts the server where the configuration says so, and delivers what
-calls put off: cancellations, aborts, releases.
+calls put off: cancellations, aborts, reports, releases.
 """
 
 from __future__ import annotations
@@ -238,11 +238,11 @@ class Upkeep:
     def _flush(self, session: Session, closing: bool = False) -> None:
         """Deliver put-off work; what cannot be delivered stays for the next round."""
         mine = [chore for chore in self._chores if chore.holder[1] == session.id and session.covers(chore.holder[0])]
-        for op in (Op.CANCEL, Op.ABORT, Op.RELEASE):
+        for op in (Op.CANCEL, Op.ABORT, Op.REPORT, Op.RELEASE):
             items = [item for chore in mine if chore.op is op for item in chore.items]
             for start in range(0, len(items), GATHER_ITEMS):
                 part = items[start : start + GATHER_ITEMS]
-                if op is Op.ABORT:
+                if op in (Op.ABORT, Op.REPORT):
                     arguments = [pack_u32(entry for entry, _ in part), pack_u32(generation for _, generation in part)]
                 else:
                     arguments = [pack_u64(part)]

@@ -32,6 +32,7 @@ STATS       —                                                           one ma
 PING        —                                                           —
 BYE         —                                                           —
 ADMIN       credential, verb, …                                         of the verb, see ``docs/protocol.md``
+REPORT      entry u32[n], generation u32[n]                             CommitStatus u8[n]
 ==========  ==========================================================  ==============================================
 
 ``quota`` of HELLO is the most that the client wants its namespace to hold, in bytes (0: no wish). ``resume`` is empty,
@@ -90,6 +91,7 @@ class Op(IntEnum):
     PING = 13
     BYE = 14
     ADMIN = 15
+    REPORT = 16
 
 
 class AdminVerb(str, Enum):
@@ -134,7 +136,7 @@ class ReserveStatus(IntEnum):
 
 
 class CommitStatus(IntEnum):
-    """Answer of COMMIT, ABORT and RELEASE for one item. All three are idempotent."""
+    """Answer of COMMIT, ABORT, RELEASE and REPORT for one item. All of them are idempotent."""
 
     OK = 0
     #: Not (or no longer) held by this session, or of a generation before a reset: it is not visible.

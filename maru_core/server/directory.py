@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from maru_core.protocol.messages import CommitStatus
 from maru_core.server.arena import Arena
 from maru_core.server.index import KeyIndex, tags_of
 from maru_core.server.leases import PRESENCE, Acquired, Leases
@@ -50,6 +51,7 @@ class Directory:
                 "aborted",
                 "deleted",
                 "resets",
+                "damaged",
             ),
             0,
         )
@@ -212,6 +214,27 @@ class Directory:
             if objects.state[entry] == READY and objects.home[entry] == namespace.number and not objects.readers[entry]:
                 self._room.retire(entry)
                 self.counters["evicted"] += 1
+
+    def drop_damaged(self, session: Session, entries: Sequence[int], generations: Sequence[int]) -> bytearray:
+        """Drop READY objects of the session's namespace that it found damaged, also while others lease them.
+
+        Returns a column of :class:`CommitStatus`; UNKNOWN: it is not there any more, or never was this namespace's.
+        """
+        self._postponed.settle()
+        statuses = bytearray(len(entries))
+        objects, home = self.objects, session.namespace.number
+        for at, (entry, generation) in enumerate(zip(entries, generations, strict=True)):
+            if (
+                entry < objects.total
+                and objects.state[entry] == READY
+                and objects.generation[entry] == generation
+                and objects.home[entry] == home
+            ):
+                self._room.retire(entry)
+                self.counters["damaged"] += 1
+            else:
+                statuses[at] = CommitStatus.UNKNOWN
+        return statuses
 
     def reset(self, namespace: NamespaceState, weights_epoch: int) -> KeyIndex | None:
         """Hide all objects of ``namespace`` and begin a new weights epoch, unless ``weights_epoch`` is past already.

@@ -33,7 +33,7 @@ from maru_core.server.sessions import AcquireUndo, ReserveUndo, Session, Session
 
 #: Keys that are worked on before other requests get their turn: less than a millisecond.
 SLICE = 512
-#: The same for DELETE and RESET, which handle keys one by one.
+#: The same for DELETE, REPORT and RESET, which handle keys one by one.
 DELETE_SLICE = 256
 #: The same for RESERVE of objects whose lengths may all differ: room is made for each by itself.
 MIXED_SLICE = 64
@@ -174,6 +174,7 @@ class Handlers:
             Op.RESET: self._reset,
             Op.CANCEL: self._cancel,
             Op.BYE: self._bye,
+            Op.REPORT: self._report,
         }
 
     # -- the edge --------------------------------------------------------------------------------------------------
@@ -645,6 +646,17 @@ class Handlers:
             statuses += self.directory.delete(session, part) if current else bytes(len(part))
         return [statuses]
 
+    def _report(self, session: Session, request: int, raw: list[Any]) -> Steps:
+        entries, generations = requests.handles(*requests.arguments(raw, 2))
+        statuses = bytearray()
+        for at in range(0, len(entries), DELETE_SLICE):
+            if at:
+                yield
+                self._go_on(session, request)
+            part = slice(at, at + DELETE_SLICE)
+            statuses += self.directory.drop_damaged(session, entries[part], generations[part])
+        return [statuses]
+
     def _reset(self, session: Session, request: int, raw: list[Any]) -> Steps:
         weights_epoch = requests.number(requests.arguments(raw, 1)[0], "weights epoch")
         namespace = session.namespace
@@ -672,7 +684,7 @@ _BEFORE_USE = frozenset({int(Op.HELLO), int(Op.ATTACH), int(Op.PING), int(Op.STA
 _WITHOUT_EPOCH = frozenset({int(Op.HELLO), int(Op.PING), int(Op.STATS), int(Op.ADMIN)})
 _WITHOUT_SESSION = frozenset({int(Op.PING), int(Op.STATS)})
 _ATTACHED_ONLY = frozenset(
-    int(op) for op in (Op.RESERVE, Op.COMMIT, Op.ABORT, Op.ACQUIRE, Op.RELEASE, Op.DELETE, Op.RESET)
+    int(op) for op in (Op.RESERVE, Op.COMMIT, Op.ABORT, Op.ACQUIRE, Op.RELEASE, Op.DELETE, Op.RESET, Op.REPORT)
 )
 
 

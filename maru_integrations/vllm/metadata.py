@@ -32,6 +32,7 @@ class LoadOp:
     entries: Sequence[int]
     generations: Sequence[int]
     lengths: Sequence[int]
+    keys: Sequence[bytes]
 
 
 @frozen

@@ -144,6 +144,7 @@ class MaruScheduler:
             entries=lease.entries[low:high].tolist(),
             generations=lease.generations[low:high].tolist(),
             lengths=lease.lengths[low:high].tolist(),
+            keys=lease.keys[low:high],
         )
 
     def fail_load(self, request: Any, blocks: Any, external: int) -> None:
@@ -169,6 +170,7 @@ class MaruScheduler:
                 entries=(),
                 generations=(),
                 lengths=(),
+                keys=(),
             )
         )
 

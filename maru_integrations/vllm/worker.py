@@ -66,11 +66,11 @@ class MaruWorker:
     def _load(self, op: LoadOp) -> int:
         start = time.perf_counter()
         wanted = -(-op.last // self._chunk) - op.chunk
-        if len(op.entries) != wanted or len(op.generations) != wanted or len(op.lengths) != wanted:
+        if any(len(column) != wanted for column in (op.entries, op.generations, op.lengths, op.keys)):
             raise TransferError(f"request {op.request_id}: {len(op.entries)} objects for {wanted} chunks")
         self.connect()
         assert self._link is not None
-        located = self._link.handler.adopt(op.epoch, op.entries, op.generations, op.lengths)
+        located = self._link.handler.adopt(op.epoch, op.entries, op.generations, op.lengths, op.keys)
         base = op.chunk * self._chunk
         copies = [
             ChunkCopy(
@@ -83,7 +83,7 @@ class MaruWorker:
         ]
         with located.reading():
             self._link.transfer.load(op.blocks, copies)
-        good = next((index for index, fine in enumerate(located.verify()) if not fine), wanted)
+        good = next((index for index, fine in enumerate(located.check()) if not fine), wanted)
         if self._log_timing:
             self._log.info("maru.load", request=op.request_id, chunks=wanted, ms=_since(start))
         return good
@@ -135,7 +135,7 @@ class MaruWorker:
             return
         try:
             self._copy_out(handler, grants, new, sources)
-            statuses = handler.commit(grants, new)
+            statuses = handler.commit(grants, new, checksums=True)
         except BaseException:
             handler.abort(grants, new)
             raise

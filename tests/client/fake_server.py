@@ -36,6 +36,7 @@ class FakeServer:
         self.held: dict[int, tuple[bytes, int, int]] = {}
         self.stored: dict[bytes, tuple[int, int, int]] = {}
         self.leases: dict[int, tuple[bytes, ...]] = {}
+        self.reported: list[tuple[int, int]] = []
         self.sessions = 0
         self.goodbyes = 0
         self._undo: dict[int, tuple[str, Any]] = {}
@@ -177,6 +178,12 @@ class FakeServer:
         for key in split_keys(blob):
             self.stored.pop(key, None)
         return reply
+
+    def _report(self, _id: int, entries: bytes, generations: bytes) -> list[Any]:
+        """Kept in ``reported``; nothing is dropped."""
+        found = list(zip(unpack_u32(entries), unpack_u32(generations), strict=True))
+        self.reported += found
+        return [bytes(len(found))]
 
     def _acquire(self, request_id: int, _weights: int, blob: bytes, leading: bool) -> list[Any]:
         keys = split_keys(blob)

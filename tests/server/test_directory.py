@@ -223,3 +223,40 @@ def test_checksums_reach_the_header():
     world.directory.commit(session, list(entries), list(generations), [7, 0])
     assert [world.directory.arenas[0].headers.read(entry).checksum for entry in entries] == [7, 0]
     assert world.directory.arenas[0].headers.read(entries[0]).state == State.READY
+
+
+def test_what_its_reader_found_damaged_is_dropped_whoever_reads_it():
+    world = World.of(8)
+    writer, reader, stranger = world.session(), world.session(), world.session(b"other")
+    world.store(writer, keys(0, 3))
+    _, entries, generations, _ = world.directory.acquire(reader, 5, keys(0, 3), False)
+    unknown = bytes([CommitStatus.UNKNOWN])
+    assert world.directory.drop_damaged(stranger, entries, generations) == unknown * 3
+    assert world.directory.drop_damaged(writer, entries[:1], [generations[0] + 1]) == unknown
+    assert world.directory.drop_damaged(writer, [8, 7, 2**32 - 1], [1, 1, 1]) == unknown * 3
+    assert world.directory.probe(writer, keys(0, 3)) == b"\1\1\1"
+    assert world.directory.drop_damaged(writer, [*entries[:2], entries[0]], [*generations[:2], generations[0]]) == (
+        b"\0\0" + unknown
+    )
+    assert world.directory.probe(writer, keys(0, 3)) == b"\0\0\1"
+    assert world.directory.counters["damaged"] == 2
+    assert world.directory.arenas[0].free.free == 5, "leased bytes stay"
+    assert world.store(writer, keys(0, 1)) == b"\0", "the key can be stored anew at once"
+    world.check()
+    world.directory.release(reader, 5, 100)
+    assert world.directory.arenas[0].free.free == 6
+    world.check()
+
+
+def test_what_is_being_written_or_was_hidden_by_a_reset_is_not_dropped_as_damaged():
+    world = World.of(4)
+    session = world.session()
+    _, entries, generations = world.directory.reserve(session, keys(0, 1), (), 1)
+    assert world.directory.drop_damaged(session, entries, generations) == bytes([CommitStatus.UNKNOWN])
+    world.directory.commit(session, list(entries), list(generations))
+    hidden = world.directory.reset(session.namespace, 0)
+    world.directory.drop_damaged(session, entries, generations)
+    while not world.directory.drain(session.namespace, hidden, 100):
+        pass
+    assert world.directory.arenas[0].free.free == 4
+    world.check()

@@ -119,6 +119,7 @@ WELL_FORMED = {
     Op.PING: [],
     Op.BYE: [],
     Op.ADMIN: [TOKEN, "sessions", 0],
+    Op.REPORT: [pack([0]), pack([1])],
 }
 
 

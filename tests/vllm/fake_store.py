@@ -81,7 +81,7 @@ class FakeLocated:
     def reading(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def verify(self) -> list[bool]:
+    def check(self) -> list[bool]:
         found = [self.store.by_entry[entry] for entry in self.entries]
         return [
             item.ready and item.generation == generation and item.entry not in self.store.lost
@@ -165,7 +165,12 @@ class FakeHandler:
             self.store.release(lease_id)
 
     def adopt(
-        self, epoch: int, entries: Sequence[int], generations: Sequence[int], lengths: Sequence[int]
+        self,
+        epoch: int,
+        entries: Sequence[int],
+        generations: Sequence[int],
+        lengths: Sequence[int],
+        keys: Sequence[bytes],
     ) -> FakeLocated:
         if epoch != self.store.epoch:
             raise StaleEpoch("injected: another epoch")
@@ -203,7 +208,7 @@ class FakeHandler:
     def view(self, epoch: int, entry: int, length: int) -> memoryview:
         return memoryview(self.store.by_entry[entry].data)
 
-    def commit(self, grants: Grants, indices: Sequence[int] | None = None) -> bytes:
+    def commit(self, grants: Grants, indices: Sequence[int] | None = None, *, checksums: bool) -> bytes:
         for index in grants.new if indices is None else indices:
             self.store.by_entry[grants.entries[index]].ready = True
         return bytes([CommitStatus.OK]) * len(grants.new)
