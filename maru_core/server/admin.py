@@ -6,7 +6,7 @@ Like other operations these are generators that work on a little at a time, so t
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -24,6 +24,7 @@ from maru_core.server.index import KeyIndex
 from maru_core.server.namespaces import NamespaceState
 from maru_core.server.requests import Refusal
 from maru_core.server.sessions import Session, SessionRegistry
+from maru_core.server.steps import Steps
 
 #: Namespaces or sessions in one answer: less than the longest array that a message may hold.
 PAGE = 50
@@ -36,8 +37,6 @@ MAX_RUNNING = 4
 #: Objects that are dropped, and namespaces that are hidden, before others get their turn.
 _DROPPED = 256
 _HIDDEN = 100
-
-Steps = Generator[None, None, list[Any]]
 
 
 @define(eq=False)

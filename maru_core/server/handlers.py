@@ -1,16 +1,13 @@
 """From a frame to calls of the directory and back to a frame.
 
-An operation is a generator: it works on at most SLICE keys, yields so that others are served, and returns its results.
-What it took before it yielded is always recorded in its session, so that a session that ends, or a request that is
-cancelled, in the middle leaves nothing behind.
+What can be asked for is in :mod:`.operations`, :mod:`.life` and :mod:`.admin`. Here a frame is checked, handed to who
+executes it, and whatever comes of it becomes a reply.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Generator, Mapping, Sequence
-from itertools import compress, count
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import msgpack
 import structlog
@@ -18,63 +15,20 @@ from attrs import define, field
 
 from maru_core import __version__
 from maru_core.errors import ProtocolError
-from maru_core.pool_format import KEY_SIZE
-from maru_core.protocol.codec import decode, describe, unpack_u64
-from maru_core.protocol.messages import MAX_MESSAGE, NO_ENTRY, Code, Op, Presence, ReserveStatus
+from maru_core.protocol.codec import decode, describe
+from maru_core.protocol.messages import Code, Op
 from maru_core.protocol.version import PROTOCOL_VERSION
 from maru_core.server import requests, stats
 from maru_core.server.admin import Administration
 from maru_core.server.directory import Directory
-from maru_core.server.index import KeyIndex
-from maru_core.server.liveness import SessionRecord
-from maru_core.server.namespaces import NamespaceState
+from maru_core.server.life import Access, Proofs, SessionLife
+from maru_core.server.operations import Epochs, Operations
 from maru_core.server.requests import Refusal
-from maru_core.server.sessions import AcquireUndo, ReserveUndo, Session, SessionRegistry
+from maru_core.server.sessions import Session, SessionRegistry
+from maru_core.server.steps import Steps
 
-#: Keys that are worked on before other requests get their turn: less than a millisecond.
-SLICE = 512
-#: The same for DELETE, REPORT and RESET, which handle keys one by one.
-DELETE_SLICE = 256
-#: The same for RESERVE of objects whose lengths may all differ: room is made for each by itself.
-MIXED_SLICE = 64
 #: Requests of one session that may be in progress at a time; each may hold MAX_MESSAGE bytes.
 MAX_RUNNING = 32
-
-#: What an operation yields (nothing) and returns (its results).
-Steps = Generator[None, None, list[Any]]
-
-
-class Proofs(Protocol):
-    """How the death of a session's owner is proven (:mod:`maru_core.server.liveness`)."""
-
-    def create(self, session: int) -> str:
-        """Make the lock file of a new session; returns its path. Raises OSError."""
-
-    def held(self, session: int) -> bool:
-        """Whether somebody holds the lock now."""
-
-    def path_of(self, session: int) -> str:
-        """The path of a session's lock file."""
-
-    def record(self, session: int, record: SessionRecord) -> None:
-        """Note whose session it is, before it may hold anything. Raises OSError."""
-
-    def remove(self, session: int) -> None:
-        """Forget the session and unlink its file: everything that it held is free."""
-
-
-class Epochs(Protocol):
-    """Where weights epochs outlive the server (:mod:`maru_core.server.weights`)."""
-
-    def save(self, epochs: Mapping[bytes, int]) -> None:
-        """Keep these, by namespace digest; never raises."""
-
-
-class Access(Protocol):
-    """Which clients may use which namespaces (:mod:`maru_core.access`)."""
-
-    def refuses(self, identity: str, descriptor: bytes) -> str | None:
-        """Why the client with this public key may not use this namespace; ``None`` when it may."""
 
 
 @define(eq=False)
@@ -119,32 +73,30 @@ class Handlers:
     dma_grace: float = 0.0
     #: The most processor time in seconds that one turn of the loop with heavy work took: one message and one slice.
     longest_turn: float = 0.0
-    #: Whether :meth:`sweep` has something to do that clients wait for.
-    sweep_soon: bool = False
     #: Where clients have keys: which of them may use what.
     access: Access | None = None
+    _work: Operations = field(init=False)
     administration: Administration = field()
     #: Requests by operation and answers other than OK by code, since the start.
     asked: dict[int, int] = field(init=False, factory=lambda: dict.fromkeys(map(int, Op), 0))
     refused: dict[int, int] = field(init=False, factory=lambda: dict.fromkeys(map(int, Code), 0))
-    _leases: count[int] = field(init=False)
-    _thawing: bool = field(init=False, default=False)
-    #: Closed sessions whose holdings are being freed.
-    _ending: int = field(init=False, default=0)
+    _life: SessionLife = field(init=False)
     _pack: Callable[[Any], bytes] = field(init=False)
     _operations: dict[int, Callable[[Session, int, list[Any]], Steps]] = field(init=False)
     _started: float = field(init=False)
     _log: Any = field(init=False)
 
+    @_work.default
+    def _all_operations(self) -> Operations:
+        return Operations(self.directory, self.weights, self.epoch)
+
     @administration.default
     def _without_administration(self) -> Administration:
-        return Administration(self.directory, self.sessions, self.clock, self._hide)
+        return Administration(self.directory, self.sessions, self.clock, self._work.hide)
 
     def __attrs_post_init__(self) -> None:
         self._pack = msgpack.Packer(use_bin_type=True).pack
         self._started = self.clock()
-        # Sessions may go on with leases of the server before this one: ids must not meet theirs.
-        self._leases = count((self.epoch & _LEASE_BASE) << 20 | 1)
         self._log = structlog.get_logger(__name__)
         self.directory.counters.update(
             dict.fromkeys(
@@ -162,20 +114,10 @@ class Handlers:
                 0,
             )
         )
-        self._operations = {
-            Op.ATTACH: self._attach,
-            Op.RESERVE: self._reserve,
-            Op.COMMIT: self._commit,
-            Op.ABORT: self._abort,
-            Op.PROBE: self._probe,
-            Op.ACQUIRE: self._acquire,
-            Op.RELEASE: self._release,
-            Op.DELETE: self._delete,
-            Op.RESET: self._reset,
-            Op.CANCEL: self._cancel,
-            Op.BYE: self._bye,
-            Op.REPORT: self._report,
-        }
+        self._life = SessionLife(
+            self.directory, self.sessions, self.proofs, self.access, self.clock, self.dma_grace, self.pid
+        )
+        self._operations = {**self._work.table(), Op.ATTACH: self._life.attach, Op.BYE: self._life.bye}
 
     # -- the edge --------------------------------------------------------------------------------------------------
 
@@ -203,7 +145,7 @@ class Handlers:
             if epoch != self.epoch and (epoch or op not in _WITHOUT_EPOCH):
                 raise Refusal(Code.STALE_EPOCH, f"this is epoch {self.epoch}, not {epoch}: the server was restarted")
             if op == Op.HELLO:
-                return self._begin(self._hello(message[4:], identity), None, request)
+                return self._begin(self._life.hello(message[4:], identity), None, request)
             if op == Op.ADMIN:
                 return self._begin(self.administration.begin(identity, message[4:]), None, request)
             session = self.sessions.get(number)
@@ -274,6 +216,11 @@ class Handlers:
         refused = {Code(code).name: count for code, count in self.refused.items() if code != Code.OK}
         return {**self.stats(), "asked": asked, "refused": refused}
 
+    @property
+    def sweep_soon(self) -> bool:
+        """Whether :meth:`sweep` has something to do that clients wait for."""
+        return self._life.sweep_soon
+
     def settle(self) -> bool:
         """Finish the bookkeeping of what was just answered, once the replies are sent; whether a pool is short of room.
 
@@ -295,45 +242,8 @@ class Handlers:
 
     def sweep(self) -> list[Task]:
         """Look for dead and silent sessions; returns the work of freeing what they held. Call about once a second."""
-        self.sweep_soon = False
         self.administration.sweep()
-        now = self.clock()
-        silent = self.sessions.note_silence(now)
-        gone = self.sessions.expired(now) + self.sessions.forgettable()
-        gone += [s for s in self.sessions if s.attached and s.proof and self._is_over(s, now)]
-        for session in gone:
-            self._log.info("session expired", session=session.id, name=session.name, attached=session.attached)
-            self.directory.counters["expired_sessions"] += 1
-        for session in silent:
-            if session not in gone:
-                self._log.warning("session is silent, what it holds is kept", session=session.id, name=session.name)
-        tasks = [Task(self, self._end(session), None, None) for session in gone]
-        if self.directory.frozen and not self.sessions.awaited and not self._thawing:
-            self._thawing = True
-            tasks.append(Task(self, self._thaw(), None, None))
-        return tasks
-
-    def _is_over(self, session: Session, now: float) -> bool:
-        """Whether the owner is dead, and with it every device that it had set to work."""
-        if session.died is None:
-            if self.proofs.held(session.id):
-                return False
-            session.died = now
-        if not session.dma or now - session.died >= self.dma_grace:
-            return True
-        self.sessions.quarantine(session)
-        return False
-
-    def _thaw(self) -> Steps:
-        """Everybody who may have used what was recovered has said so, or is dead."""
-        # Sessions that have just ended free what they held first.
-        while self._ending:
-            yield
-        self._log.info("recovery complete: all earlier sessions are back or gone")
-        while not self.directory.thaw(SLICE):
-            yield
-        self._thawing = False
-        return []
+        return [Task(self, steps, None, None) for steps in self._life.sweep()]
 
     def _ok(self, request: int, results: list[Any]) -> bytes:
         return self._pack([request, self.epoch, 0, *results])
@@ -353,332 +263,7 @@ class Handlers:
             self.directory.counters["cancelled"] += 1
         return self._pack([request, self.epoch, int(code), text])
 
-    # -- sessions --------------------------------------------------------------------------------------------------
 
-    def _hello(self, raw: list[Any], identity: str) -> Steps:
-        if raw and (type(raw[0]) is not int or raw[0] != PROTOCOL_VERSION):
-            raise Refusal(
-                Code.VERSION,
-                f"this server speaks protocol {PROTOCOL_VERSION} (Maru {__version__}), the client {describe(raw[0])}; "
-                f"install the same version of Maru on both sides",
-            )
-        hello = requests.hello(raw)
-        reason = None if self.access is None else self.access.refuses(identity, hello.descriptor)
-        if reason is not None:
-            raise Refusal(Code.FORBIDDEN, reason)
-        namespace = self.directory.namespaces.open(hello.descriptor)
-        self.directory.wish_quota(namespace, hello.quota)
-        session = None
-        if hello.resume is not None:
-            session = self.sessions.get(hello.resume.session)
-            if session is not None and session.owner != identity:
-                session = None
-        if hello.resume is not None and session is not None and session.resumable and session.namespace is namespace:
-            yield from self._resume(session, hello.resume)
-            path = self.proofs.path_of(session.id)
-        else:
-            session = self.sessions.open(namespace, hello.role, hello.name, self.clock())
-            session.owner = identity
-            try:
-                path = self.proofs.create(session.id)
-            except OSError:
-                self.sessions.close(session)
-                raise
-        pools = [arena.descriptor.to_wire() for arena in self.directory.arenas]
-        return [session.id, path, namespace.weights_epoch, pools, [MAX_MESSAGE], [__version__, self.pid]]
-
-    def _resume(self, session: Session, resume: requests.Resume) -> Steps:
-        """Free what a session of the server before this one does not use any more, and lease again what it reads."""
-        session.died = None
-        lost = self.directory.unlisted(session, resume.entries, resume.generations)
-        for at in range(0, len(lost), SLICE):
-            if at:
-                yield
-                self._still(session)
-            self.directory.give_back(session, lost[at : at + SLICE])
-        # HELLO may come twice, when its reply was lost: what is leased already stays as it is.
-        worked = 0
-        for lease, (entries, generations) in resume.leases.items():
-            if lease in session.leases:
-                continue
-            for at in range(0, len(entries), SLICE):
-                part = slice(at, at + SLICE)
-                self.directory.resume_lease(session, lease, entries[part], generations[part])
-                worked += len(entries[part])
-                if worked >= SLICE:
-                    yield
-                    self._still(session)
-                    worked = 0
-        if session.awaited:
-            self.sessions.resumed(session)
-            self.sweep_soon = not self.sessions.awaited
-            self._log.info("session resumed", session=session.id, name=session.name, freed=len(lost))
-        return []
-
-    def _still(self, session: Session) -> None:
-        if session.closed or not session.resumable:
-            raise Refusal(Code.NO_SESSION, f"session {session.id} ended or went on while it was being resumed")
-
-    def _attach(self, session: Session, request: int, raw: list[Any]) -> Steps:
-        yield from ()
-        held, dma = requests.arguments(raw, 2)
-        proof = requests.flag(held, "proof held")
-        session.dma = requests.flag(dma, "DMA")
-        if proof and not self.proofs.held(session.id):
-            raise ProtocolError("the lock file is not locked; take an exclusive flock on it before ATTACH")
-        digest = session.namespace.digest.hex()
-        record = SessionRecord(digest, session.role, session.name, proof, session.dma, session.owner)
-        self.proofs.record(session.id, record)
-        session.proof = proof
-        session.attached = True
-        return []
-
-    def _bye(self, session: Session, request: int, raw: list[Any]) -> Steps:
-        requests.arguments(raw, 0)
-        return (yield from self._end(session))
-
-    def _end(self, session: Session) -> Steps:
-        self.sessions.close(session)
-        self._ending += 1
-        try:
-            while not self.directory.end_session(session, SLICE):
-                yield
-        finally:
-            self._ending -= 1
-        # Last: while anything is left, the next server must find out that it may free it.
-        self.proofs.remove(session.id)
-        return []
-
-    def _cancel(self, session: Session, request: int, raw: list[Any]) -> Steps:
-        ids = unpack_u64(requests.arguments(raw, 1)[0])
-        requests.within_limit(len(ids))
-        for number in ids:
-            if number in session.running:
-                session.dropped.add(number)
-                continue
-            undo = session.undo.pop(number, None)
-            if undo is None:
-                session.expect_cancelled(number)
-                continue
-            self.directory.counters["cancelled"] += 1
-            if isinstance(undo, ReserveUndo):
-                yield from self._give_back(session, undo.entries, undo.generations)
-            else:
-                yield from self._end_lease(session, undo.lease)
-            yield
-        return []
-
-    def _go_on(self, session: Session, request: int) -> bool:
-        """After a yield: False when the request was cancelled; raises when its session ended."""
-        if session.closed:
-            raise Refusal(Code.NO_SESSION, f"session {session.id} ended while the request was in progress")
-        return request not in session.dropped
-
-    # -- writing ---------------------------------------------------------------------------------------------------
-
-    def _reserve(self, session: Session, request: int, raw: list[Any]) -> Steps:
-        weights_epoch, keys, parents, length = requests.arguments(raw, 4)
-        requests.number(weights_epoch, "weights epoch")
-        total = requests.key_count(keys)
-        if type(parents) is not bytes or len(parents) not in (0, KEY_SIZE, len(keys)):
-            raise ProtocolError(f"parents must be none, one, or as many as keys ({total}), got {describe(parents)}")
-        chain = len(parents) == KEY_SIZE
-        sizes = requests.lengths(length, total)
-        width = SLICE if type(sizes) is int else MIXED_SLICE
-        statuses, entries, generations = bytearray(), array("I"), array("I")
-        for at in range(0, total, width):
-            count = min(width, total - at)
-            if weights_epoch != session.namespace.weights_epoch:
-                statuses += bytes([ReserveStatus.REFUSED]) * count
-                entries.extend([NO_ENTRY] * count)
-                generations.extend([0] * count)
-            else:
-                part_parents: tuple[bytes, ...]
-                if chain:
-                    part_parents = (parents if at == 0 else keys[(at - 1) * KEY_SIZE : at * KEY_SIZE],)
-                else:
-                    part_parents = requests.key_slice(parents, at, width)
-                part_sizes = sizes if type(sizes) is int else sizes[at : at + width]  # type: ignore[index]
-                packed = requests.column_slice(keys, at, width)
-                got = self.directory.reserve(session, (), part_parents, part_sizes, packed)
-                if total > width:
-                    statuses += got[0]
-                    entries += got[1]
-                    generations += got[2]
-                else:
-                    statuses, entries, generations = got
-            if at + width < total:
-                yield
-                if not self._go_on(session, request):
-                    yield from self._give_back(session, *_taken(statuses, entries, generations))
-                    raise Refusal(Code.CANCELLED, f"request {request} was cancelled")
-        mine = _taken(statuses, entries, generations)
-        if len(mine[0]) != total:
-            self.directory.counters["skipped_busy"] += statuses.count(ReserveStatus.BUSY)
-            self.directory.counters["skipped_refused"] += statuses.count(ReserveStatus.REFUSED)
-        if mine[0]:
-            session.remember(request, ReserveUndo(*mine))
-        return [statuses, entries.tobytes(), generations.tobytes()]
-
-    def _give_back(self, session: Session, entries: array[int], generations: array[int]) -> Generator[None, None, None]:
-        for at in range(0, len(entries), SLICE):
-            if session.closed:
-                return
-            part = slice(at, at + SLICE)
-            self.directory.abort(session, entries[part], generations[part])
-            yield
-
-    def _commit(self, session: Session, request: int, raw: list[Any]) -> Steps:
-        entries, generations = requests.handles(*requests.arguments(raw, 3)[:2])
-        checksums = unpack_u64(raw[2]) if raw[2] == b"" else unpack_u64(raw[2], len(entries))
-        statuses = bytearray()
-        for at in range(0, len(entries), SLICE):
-            if at:
-                yield
-                self._go_on(session, request)
-            part = slice(at, at + SLICE)
-            statuses += self.directory.commit(session, entries[part], generations[part], checksums[part])
-        return [statuses]
-
-    def _abort(self, session: Session, request: int, raw: list[Any]) -> Steps:
-        entries, generations = requests.handles(*requests.arguments(raw, 2))
-        statuses = bytearray()
-        for at in range(0, len(entries), SLICE):
-            if at:
-                yield
-                self._go_on(session, request)
-            part = slice(at, at + SLICE)
-            statuses += self.directory.abort(session, entries[part], generations[part])
-        return [statuses]
-
-    # -- reading ---------------------------------------------------------------------------------------------------
-
-    def _probe(self, session: Session, request: int, raw: list[Any]) -> Steps:
-        weights_epoch, keys = requests.arguments(raw, 2)
-        requests.number(weights_epoch, "weights epoch")
-        total = requests.key_count(keys)
-        statuses = bytearray()
-        for at in range(0, total, SLICE):
-            if at:
-                yield
-                self._go_on(session, request)
-            packed = requests.column_slice(keys, at, SLICE)
-            current = weights_epoch == session.namespace.weights_epoch
-            statuses += self.directory.probe(session, (), packed) if current else bytes(len(packed) // KEY_SIZE)
-        return [statuses]
-
-    def _acquire(self, session: Session, request: int, raw: list[Any]) -> Steps:
-        weights_epoch, keys, leading = requests.arguments(raw, 3)
-        requests.number(weights_epoch, "weights epoch")
-        requests.flag(leading, "leading only")
-        total = requests.key_count(keys)
-        lease = next(self._leases)
-        statuses: bytes | bytearray = bytearray()
-        entries, generations, lengths = array("I"), array("I"), array("Q")
-        for at in range(0, total, SLICE):
-            count = min(SLICE, total - at)
-            current = weights_epoch == session.namespace.weights_epoch
-            stopped = leading and at and statuses[-1] != Presence.READY
-            if not current or stopped:
-                self.directory.counters["misses"] += count
-                statuses += bytes(count)
-                entries.extend([NO_ENTRY] * count)
-                generations.extend([0] * count)
-                lengths.extend([0] * count)
-            else:
-                packed = requests.column_slice(keys, at, SLICE)
-                got = self.directory.acquire(session, lease, (), leading, packed)
-                if total > SLICE:
-                    statuses += got[0]
-                    entries += got[1]
-                    generations += got[2]
-                    lengths += got[3]
-                else:
-                    statuses, entries, generations, lengths = got
-            if at + SLICE < total:
-                yield
-                if not self._go_on(session, request):
-                    yield from self._end_lease(session, lease)
-                    raise Refusal(Code.CANCELLED, f"request {request} was cancelled")
-        if Presence.READY in statuses:
-            session.remember(request, AcquireUndo(lease))
-        else:
-            lease = 0
-        return [lease, statuses, entries.tobytes(), generations.tobytes(), lengths.tobytes()]
-
-    def _end_lease(self, session: Session, lease: int) -> Generator[None, None, bool]:
-        """Release all of a lease; returns whether it was known."""
-        known, done = self.directory.release(session, lease, SLICE)
-        while not done:
-            yield
-            if session.closed:
-                break
-            _, done = self.directory.release(session, lease, SLICE)
-        return known
-
-    def _release(self, session: Session, request: int, raw: list[Any]) -> Steps:
-        leases = unpack_u64(requests.arguments(raw, 1)[0])
-        requests.within_limit(len(leases))
-        statuses = bytearray()
-        worked = 0
-        for lease in leases:
-            held = session.leases.get(lease)
-            worked += 1 + (len(held) if held is not None else 0)
-            if worked > SLICE:
-                yield
-                self._go_on(session, request)
-                worked = 0
-            known = yield from self._end_lease(session, lease)
-            statuses.append(not known)
-        return [statuses]
-
-    def _delete(self, session: Session, request: int, raw: list[Any]) -> Steps:
-        weights_epoch, keys = requests.arguments(raw, 2)
-        requests.number(weights_epoch, "weights epoch")
-        total = requests.key_count(keys)
-        statuses = bytearray()
-        for at in range(0, total, DELETE_SLICE):
-            if at:
-                yield
-                self._go_on(session, request)
-            part = requests.key_slice(keys, at, DELETE_SLICE)
-            current = weights_epoch == session.namespace.weights_epoch
-            statuses += self.directory.delete(session, part) if current else bytes(len(part))
-        return [statuses]
-
-    def _report(self, session: Session, request: int, raw: list[Any]) -> Steps:
-        entries, generations = requests.handles(*requests.arguments(raw, 2))
-        statuses = bytearray()
-        for at in range(0, len(entries), DELETE_SLICE):
-            if at:
-                yield
-                self._go_on(session, request)
-            part = slice(at, at + DELETE_SLICE)
-            statuses += self.directory.drop_damaged(session, entries[part], generations[part])
-        return [statuses]
-
-    def _reset(self, session: Session, request: int, raw: list[Any]) -> Steps:
-        weights_epoch = requests.number(requests.arguments(raw, 1)[0], "weights epoch")
-        namespace = session.namespace
-        hidden = self._hide([namespace])[0] if weights_epoch == namespace.weights_epoch else None
-        # The answer is the epoch that began here, even if another reset follows while this one still frees.
-        current = namespace.weights_epoch
-        while hidden is not None and not self.directory.drain(namespace, hidden, DELETE_SLICE):
-            yield
-        return [current]
-
-    def _hide(self, namespaces: Sequence[NamespaceState]) -> list[KeyIndex | None]:
-        """Begin a new weights epoch in each; returns what is left to drain, ``None`` where there is nothing."""
-        # Saved first, or a server that is killed in between would serve old bytes to engines with new weights.
-        begun = {namespace.digest: namespace.weights_epoch + 1 for namespace in namespaces}
-        self.weights.save(self.directory.namespaces.epochs() | begun)
-        return [self.directory.reset(namespace, namespace.weights_epoch) for namespace in namespaces]
-
-
-#: 1 for NEW, else 0: the whole column is looked at in one go, so it has to be quick.
-_IS_NEW = bytes(status == ReserveStatus.NEW for status in range(256))
-#: Lease ids have room for a million million requests above this base, and stay below 64 bits.
-_LEASE_BASE = (1 << 42) - 1
 #: What a recovered session may send before it has said what it uses, and what does not use anything.
 _BEFORE_USE = frozenset({int(Op.HELLO), int(Op.ATTACH), int(Op.PING), int(Op.STATS), int(Op.BYE)})
 _WITHOUT_EPOCH = frozenset({int(Op.HELLO), int(Op.PING), int(Op.STATS), int(Op.ADMIN)})
@@ -686,11 +271,3 @@ _WITHOUT_SESSION = frozenset({int(Op.PING), int(Op.STATS)})
 _ATTACHED_ONLY = frozenset(
     int(op) for op in (Op.RESERVE, Op.COMMIT, Op.ABORT, Op.ACQUIRE, Op.RELEASE, Op.DELETE, Op.RESET, Op.REPORT)
 )
-
-
-def _taken(statuses: bytearray, entries: array[int], generations: array[int]) -> tuple[array[int], array[int]]:
-    """Entries and generations of the keys that were answered NEW."""
-    if statuses.count(ReserveStatus.NEW) == len(statuses):
-        return entries, generations
-    new = statuses.translate(_IS_NEW)
-    return array("I", compress(entries, new)), array("I", compress(generations, new))

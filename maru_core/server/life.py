@@ -1,0 +1,212 @@
+"""How sessions begin, go on under another server, and end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import structlog
+
+from maru_core import __version__
+from maru_core.errors import ProtocolError
+from maru_core.protocol.codec import describe
+from maru_core.protocol.messages import MAX_MESSAGE, Code
+from maru_core.protocol.version import PROTOCOL_VERSION
+from maru_core.server import requests
+from maru_core.server.directory import Directory
+from maru_core.server.liveness import SessionRecord
+from maru_core.server.requests import Refusal
+from maru_core.server.sessions import Session, SessionRegistry
+from maru_core.server.steps import SLICE, Steps
+
+
+class Proofs(Protocol):
+    """How the death of a session's owner is proven (:mod:`maru_core.server.liveness`)."""
+
+    def create(self, session: int) -> str:
+        """Make the lock file of a new session; returns its path. Raises OSError."""
+
+    def held(self, session: int) -> bool:
+        """Whether somebody holds the lock now."""
+
+    def path_of(self, session: int) -> str:
+        """The path of a session's lock file."""
+
+    def record(self, session: int, record: SessionRecord) -> None:
+        """Note whose session it is, before it may hold anything. Raises OSError."""
+
+    def remove(self, session: int) -> None:
+        """Forget the session and unlink its file: everything that it held is free."""
+
+
+class Access(Protocol):
+    """Which clients may use which namespaces (:mod:`maru_core.access`)."""
+
+    def refuses(self, identity: str, descriptor: bytes) -> str | None:
+        """Why the client with this public key may not use this namespace; ``None`` when it may."""
+
+
+class SessionLife:
+    """``clock`` in seconds, monotonic. ``dma_grace``: how long, in seconds, devices of a dead client may move bytes."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        sessions: SessionRegistry,
+        proofs: Proofs,
+        access: Access | None,
+        clock: Callable[[], float],
+        dma_grace: float,
+        pid: int,
+    ) -> None:
+        self._directory = directory
+        self._sessions = sessions
+        self._proofs = proofs
+        self._access = access
+        self._clock = clock
+        self._dma_grace = dma_grace
+        self._pid = pid
+        #: Whether :meth:`sweep` has something to do that clients wait for.
+        self.sweep_soon = False
+        self._thawing = False
+        #: Closed sessions whose holdings are being freed.
+        self._ending = 0
+        self._log = structlog.get_logger(__name__)
+
+    def sweep(self) -> list[Steps]:
+        """Look for dead and silent sessions; returns the work of freeing what they held. Call about once a second."""
+        self.sweep_soon = False
+        now = self._clock()
+        silent = self._sessions.note_silence(now)
+        gone = self._sessions.expired(now) + self._sessions.forgettable()
+        gone += [s for s in self._sessions if s.attached and s.proof and self._is_over(s, now)]
+        for session in gone:
+            self._log.info("session expired", session=session.id, name=session.name, attached=session.attached)
+            self._directory.counters["expired_sessions"] += 1
+        for session in silent:
+            if session not in gone:
+                self._log.warning("session is silent, what it holds is kept", session=session.id, name=session.name)
+        work = [self._end(session) for session in gone]
+        if self._directory.frozen and not self._sessions.awaited and not self._thawing:
+            self._thawing = True
+            work.append(self._thaw())
+        return work
+
+    def _is_over(self, session: Session, now: float) -> bool:
+        """Whether the owner is dead, and with it every device that it had set to work."""
+        if session.died is None:
+            if self._proofs.held(session.id):
+                return False
+            session.died = now
+        if not session.dma or now - session.died >= self._dma_grace:
+            return True
+        self._sessions.quarantine(session)
+        return False
+
+    def _thaw(self) -> Steps:
+        """Everybody who may have used what was recovered has said so, or is dead."""
+        # Sessions that have just ended free what they held first.
+        while self._ending:
+            yield
+        self._log.info("recovery complete: all earlier sessions are back or gone")
+        while not self._directory.thaw(SLICE):
+            yield
+        self._thawing = False
+        return []
+
+    def hello(self, raw: list[Any], identity: str) -> Steps:
+        """Open a session, or go on with one of the server before this one."""
+        if raw and (type(raw[0]) is not int or raw[0] != PROTOCOL_VERSION):
+            raise Refusal(
+                Code.VERSION,
+                f"this server speaks protocol {PROTOCOL_VERSION} (Maru {__version__}), the client {describe(raw[0])}; "
+                f"install the same version of Maru on both sides",
+            )
+        hello = requests.hello(raw)
+        reason = None if self._access is None else self._access.refuses(identity, hello.descriptor)
+        if reason is not None:
+            raise Refusal(Code.FORBIDDEN, reason)
+        namespace = self._directory.namespaces.open(hello.descriptor)
+        self._directory.wish_quota(namespace, hello.quota)
+        session = None
+        if hello.resume is not None:
+            session = self._sessions.get(hello.resume.session)
+            if session is not None and session.owner != identity:
+                session = None
+        if hello.resume is not None and session is not None and session.resumable and session.namespace is namespace:
+            yield from self._resume(session, hello.resume)
+            path = self._proofs.path_of(session.id)
+        else:
+            session = self._sessions.open(namespace, hello.role, hello.name, self._clock())
+            session.owner = identity
+            try:
+                path = self._proofs.create(session.id)
+            except OSError:
+                self._sessions.close(session)
+                raise
+        pools = [arena.descriptor.to_wire() for arena in self._directory.arenas]
+        return [session.id, path, namespace.weights_epoch, pools, [MAX_MESSAGE], [__version__, self._pid]]
+
+    def _resume(self, session: Session, resume: requests.Resume) -> Steps:
+        """Free what a session of the server before this one does not use any more, and lease again what it reads."""
+        session.died = None
+        lost = self._directory.unlisted(session, resume.entries, resume.generations)
+        for at in range(0, len(lost), SLICE):
+            if at:
+                yield
+                self._still(session)
+            self._directory.give_back(session, lost[at : at + SLICE])
+        # HELLO may come twice, when its reply was lost: what is leased already stays as it is.
+        worked = 0
+        for lease, (entries, generations) in resume.leases.items():
+            if lease in session.leases:
+                continue
+            for at in range(0, len(entries), SLICE):
+                part = slice(at, at + SLICE)
+                self._directory.resume_lease(session, lease, entries[part], generations[part])
+                worked += len(entries[part])
+                if worked >= SLICE:
+                    yield
+                    self._still(session)
+                    worked = 0
+        if session.awaited:
+            self._sessions.resumed(session)
+            self.sweep_soon = not self._sessions.awaited
+            self._log.info("session resumed", session=session.id, name=session.name, freed=len(lost))
+        return []
+
+    def _still(self, session: Session) -> None:
+        if session.closed or not session.resumable:
+            raise Refusal(Code.NO_SESSION, f"session {session.id} ended or went on while it was being resumed")
+
+    def attach(self, session: Session, request: int, raw: list[Any]) -> Steps:
+        """From here on the session may hold something."""
+        yield from ()
+        held, dma = requests.arguments(raw, 2)
+        proof = requests.flag(held, "proof held")
+        session.dma = requests.flag(dma, "DMA")
+        if proof and not self._proofs.held(session.id):
+            raise ProtocolError("the lock file is not locked; take an exclusive flock on it before ATTACH")
+        digest = session.namespace.digest.hex()
+        record = SessionRecord(digest, session.role, session.name, proof, session.dma, session.owner)
+        self._proofs.record(session.id, record)
+        session.proof = proof
+        session.attached = True
+        return []
+
+    def bye(self, session: Session, request: int, raw: list[Any]) -> Steps:
+        """End the session."""
+        requests.arguments(raw, 0)
+        return (yield from self._end(session))
+
+    def _end(self, session: Session) -> Steps:
+        self._sessions.close(session)
+        self._ending += 1
+        try:
+            while not self._directory.end_session(session, SLICE):
+                yield
+        finally:
+            self._ending -= 1
+        # Last: while anything is left, the next server must find out that it may free it.
+        self._proofs.remove(session.id)
+        return []
