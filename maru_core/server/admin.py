@@ -117,7 +117,8 @@ class Administration:
 
     def _sessions(self, raw: list[Any]) -> Steps:
         yield from ()
-        start = requests.number(requests.arguments(raw, 1)[0], "number of sessions to skip")
+        # No more than there are: numbers of 64 bits are more than can be skipped.
+        start = min(requests.number(requests.arguments(raw, 1)[0], "number of sessions to skip"), len(self.sessions))
         now = self.clock()
         page = list(islice(self.sessions, start, start + PAGE + 1))
         return [[self._session(session, now) for session in page[:PAGE]], start + PAGE if len(page) > PAGE else 0]

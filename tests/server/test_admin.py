@@ -50,6 +50,7 @@ def test_namespaces_and_sessions_are_listed(server, connect, operator, token):
     first = next(one for one in listed if one["digest"] == RED.hex())
     assert (first["objects"], first["bytes"], first["sessions"], first["weights_epoch"]) == (4, 20000, 1, 0)
     assert first["facts"] == "model=test, operator=red"
+    assert operator.admin(token, "sessions", 2**64 - 1) == [[], 0]
     sessions, end = operator.admin(token, "sessions", 0)
     mine = next(one for one in sessions if one["session"] == red.session)
     assert (mine["leased"], mine["reserved"], mine["leases"]) == (8192, 4096, 1)
