@@ -26,7 +26,7 @@ from maru_core.protocol import PROTOCOL_VERSION, Code, Op
 from maru_core.server.handlers import Handlers, Task
 from tests.fuzz.messages import Speaker
 from tests.server.pure import World
-from tests.server.test_edge import AlwaysHeld, Unsaved, answer
+from tests.server.test_edge import TOKEN, AlwaysHeld, Unsaved, answer
 
 Conversation = tuple[bytes, ...]
 Place = tuple[types.CodeType, int, int]
@@ -70,7 +70,9 @@ def converse(frames: Iterable[bytes]) -> None:
 
 
 def _serve(world: World) -> Handlers:
-    return Handlers(world.directory, world.sessions, AlwaysHeld(), Unsaved(), EPOCH, 1, lambda: 0.0)
+    handlers = Handlers(world.directory, world.sessions, AlwaysHeld(), Unsaved(), EPOCH, 1, lambda: 0.0)
+    handlers.administration.token = TOKEN
+    return handlers
 
 
 def _turn(handlers: Handlers, tasks: deque[Task]) -> None:
@@ -167,6 +169,7 @@ class Guided:
     def _next(self) -> Conversation:
         chance = self.chance
         speaker = Speaker(chance, EPOCH, SESSION)
+        speaker.token = TOKEN if chance.random() < 0.9 else "guess"
         speaker.counts = (0, 1, 2, 3, 5, 8) if chance.random() < 0.98 else (64, 520, 1030)
         speaker.known = [(at, 1) for at in range(8)]
         speaker.leases = [EPOCH << 20 | at for at in (1, 2)]

@@ -10,7 +10,9 @@ from typing import Any
 import msgpack
 from attrs import define, field
 
+from maru_core.namespace import digest_of
 from maru_core.protocol import MAX_KEYS, MAX_MESSAGE, NO_ENTRY, PROTOCOL_VERSION, Op
+from maru_core.protocol.messages import AdminVerb
 
 #: Numbers at which something ends.
 EDGES = (0, 1, 2, 31, 32, 63, 64, 127, 128, 255, 256, 511, 512, 513, 65535, 65536, MAX_KEYS, NO_ENTRY - 1, NO_ENTRY)
@@ -34,6 +36,8 @@ class Speaker:
     known: list[tuple[int, int]] = field(factory=list)
     leases: list[int] = field(factory=list)
     weights: int = 0
+    #: Credential of administration; a wrong one unless it is known.
+    token: str = "guess"
     #: Numbers of keys in one message; the last ones are worked on in several slices.
     counts: tuple[int, ...] = (0, 1, 2, 3, 8, 64, 200, 520, 1030)
     _request: int = 0
@@ -80,6 +84,16 @@ class Speaker:
             return [_u64([*chosen, chance.randrange(1000)])]
         if op is Op.RESET:
             return [self._weights()]
+        if op is Op.ADMIN:
+            verb = chance.choice(list(AdminVerb))
+            digest = chance.choice([b"", bytes(16), digest_of(bytes([0x90 + chance.randrange(4)]))])
+            more: dict[AdminVerb, list[Any]] = {
+                AdminVerb.RESET: [digest],
+                AdminVerb.QUOTA: [digest, chance.choice(EDGES[:20])],
+                AdminVerb.EVICT: [digest],
+                AdminVerb.STOP: [],
+            }
+            return [self.token, verb.value, *more.get(verb, [chance.choice([0, 0, *EDGES])])]
         if op is Op.CANCEL:
             return [_u64([max(0, self._request + chance.randint(-5, 5)) for _ in range(chance.randint(0, 4))])]
         return []
