@@ -36,6 +36,7 @@ from maru_core.namespace import Namespace  # noqa: E402
 from maru_core.pool_format import NO_KEY  # noqa: E402
 from maru_core.protocol import CommitStatus, Presence  # noqa: E402
 from maru_core.testing_server import RunningServer  # noqa: E402
+from tests.chaos.stamps import verified  # noqa: E402
 
 OBJECTS = 100_000
 GRANULE = 4096
@@ -84,7 +85,7 @@ def audit(handler: MaruHandler, checksums: dict[bytes, bytes]) -> tuple[int, int
                 missing += 1
                 continue
             digest = hashlib.blake2b(located.view(index), digest_size=16).digest()
-            wrong += digest != checksums[key] or not located.verify_one(index)
+            wrong += digest != checksums[key] or not verified(located, index)
         handler.release(lease)
     return missing, wrong
 
@@ -110,7 +111,7 @@ def live_on(url: str) -> None:
             located = handler.adopt(lease.epoch, lease.entries, lease.generations, lease.lengths)
             for index, key in enumerate(lease.keys):
                 digest = hashlib.blake2b(located.view(index), digest_size=16).digest()
-                read += digest == checksums[key] and located.verify_one(index)
+                read += digest == checksums[key] and verified(located, index)
             handler.release(lease)
             kept = list(handler.commit(grants)).count(CommitStatus.OK)
             kept -= sum(not _is_seven(handler, key) for key in grants.keys)

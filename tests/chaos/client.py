@@ -27,7 +27,7 @@ from maru_core.errors import MaruError, StaleEpoch, Unavailable
 from maru_core.host import PluginHost
 from maru_core.pool_format import NO_KEY
 from maru_core.protocol import CommitStatus, Presence, ReserveStatus
-from tests.chaos.stamps import CHAIN, KEYS, difference, key_of, name_of, namespace, size_of, stamped
+from tests.chaos.stamps import CHAIN, KEYS, difference, key_of, name_of, namespace, size_of, stamped, verified
 from tests.chaos.tally import Tally
 
 #: Allocations of one client that are open at a time, at most.
@@ -111,7 +111,10 @@ class Client:
             time.sleep(0.05)
 
     def finish(self) -> None:
-        """Give back what is open."""
+        """Give back what is open; nothing that was read may have had another checksum."""
+        damaged = self._handler._checks.checksum_mismatches
+        if damaged:
+            self._tally.tell("faults", f"{damaged} checksums did not match")
         for *_, allocation in self._open:
             allocation.abort()
 
@@ -250,7 +253,7 @@ class Client:
         for _ in range(2):
             for index, view in views:
                 copy = bytes(view)
-                self._check(copy, located.verify_one(index), numbers[index], weights)
+                self._check(copy, verified(located, index), numbers[index], weights)
             self._nap(0.1)
             self._maybe_stop()
 
@@ -274,9 +277,9 @@ class Client:
                 # An array holds the lease for as long as it lives.
                 array = np.frombuffer(item.view, dtype=np.uint8)
                 copy = array.tobytes()
-                verified = item.verify()
+                sound = item.verify()
                 item.close()
-                self._check(copy, verified, number, weights)
+                self._check(copy, sound, number, weights)
                 self._nap()
                 self._check(array.tobytes(), False, number, weights)
                 del array

@@ -26,7 +26,7 @@ from maru_core.protocol import Presence
 from tests.chaos import pool
 from tests.chaos.client import Plan
 from tests.chaos.server import OPERATIONS, STARTING
-from tests.chaos.stamps import KEYS, SPACES, difference, key_of, namespace
+from tests.chaos.stamps import KEYS, SPACES, difference, key_of, namespace, verified
 from tests.chaos.tally import FATAL, totals
 
 ROOT = Path(__file__).parents[2]
@@ -436,7 +436,7 @@ class Chaos:
             if lease.statuses[index] != Presence.READY:
                 continue
             problem = difference(bytes(located.view(index)), space, number, weights)
-            if problem is not None or not located.verify_one(index):
+            if problem is not None or not verified(located, index):
                 self.problems.append(
                     f"object {number} of {space} after a kill inside {kill}: {problem or 'torn header'}"
                 )

@@ -12,8 +12,10 @@ from functools import cache, lru_cache
 
 import numpy as np
 import numpy.typing as npt
+from attrs import evolve
 
 from maru_core.client import MaruHandler
+from maru_core.client.keycalls import Located
 from maru_core.namespace import Namespace
 
 #: Keys of one prefix, each the parent of the next.
@@ -83,6 +85,12 @@ def difference(found: memoryview | bytes | Bytes, space: str, number: int, weigh
         return None
     wrong = np.flatnonzero(got != wanted)
     return f"{len(wrong)} of {len(wanted)} bytes differ, from {wrong[0]} to {wrong[-1]}{_owner(got, int(wrong[0]))}"
+
+
+def verified(located: Located, index: int) -> bool:
+    """Whether the header still shows one object of a lease, which may have others that were not found."""
+    columns = (column[index : index + 1] for column in (located.entries, located.generations, located.lengths))
+    return evolve(located, **dict(zip(("entries", "generations", "lengths"), columns, strict=True))).verify()[0]
 
 
 def _owner(got: Bytes, at: int) -> str:
