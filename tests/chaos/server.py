@@ -38,7 +38,7 @@ OPERATIONS = {
 }
 #: The same for what happens once per start, without being told.
 STARTING = {"recover": ("recover",), "resume": ("unlisted", "give_back", "resume_lease", "thaw")}
-#: About as many instructions as it takes to recover a pool of a thousand granules.
+#: More instructions than it takes to recover a pool of a thousand granules.
 _OF_RECOVERY = 80_000
 _FOLDER = str(Path(maru_core.server.__file__).parent)
 _EVICTING = re.compile(r"_?(evict|make_room|clear_around|mark_free|hide|retire|give)")
@@ -65,7 +65,7 @@ class Assassin:
             if not self.armed:
                 return function(*arguments, **options)
             self._seen = 0
-            self._fatal = self._chance.randint(1, self._usual) if self._usual else 0
+            self._fatal = self._choose()
             sys.settrace(self._enter)
             try:
                 return function(*arguments, **options)
@@ -74,6 +74,12 @@ class Assassin:
                 self._usual = max(self._usual, self._seen)
 
         return watched
+
+    def _choose(self) -> int:
+        if self._operation == "recover":
+            # There is only one call, and nobody knows how long it is: small numbers as likely as large ones.
+            return round(self._usual ** self._chance.random())
+        return self._chance.randint(1, self._usual) if self._usual else 0
 
     def _enter(self, frame: types.FrameType, event: str, argument: object) -> Any:
         name = frame.f_code.co_filename
