@@ -201,6 +201,9 @@ class MaruConfig:
         "Not set: nowhere.",
     )
     storage_backend: str = _setting("cpu", NAME, "Kind of memory that pools are made of, by plugin name.")
+    eviction_policy: str = _setting(
+        "lru", NAME, "Which object goes first when a pool is full, by policy: `lru`, `reuse`, or a plugin's."
+    )
     pool_size: int = _setting(
         "4G",
         POOL_SIZE,

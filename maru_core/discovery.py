@@ -20,6 +20,7 @@ DISTRIBUTION: Final = "maru-kv"
 BUILT_INS: Final[Mapping[str, str]] = {
     "cpu": "maru_backends.cpu",
     "torch-copy": "maru_transfer.torch_copy_plugin",
+    "eviction": "maru_core.eviction_plugin",
 }
 
 

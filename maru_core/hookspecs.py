@@ -1,7 +1,7 @@
 """Every hook, typed and documented: moment, process, thread, whether it may block, and what ``None`` means.
 
-Three families: *provide storage backends*, *provide transfer engines*, *device hints*. A hint never changes what is
-stored or loaded: it is told what is about to happen and may make it faster.
+Four families: *provide storage backends*, *provide transfer engines*, *provide orders of eviction*, *device hints*. A
+hint never changes what is stored or loaded: it is told what is about to happen and may make it faster.
 
 Processes: *server* is ``maru serve``; *client* is any process with a handler (with vLLM: the engine core and each
 worker). Hints run in clients only.
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import pluggy
 
-from maru_core.contracts import BackendProvision, EngineProvision, ReadExtent, Region
+from maru_core.contracts import BackendProvision, EngineProvision, PolicyProvision, ReadExtent, Region
 from maru_core.plugin import NAME
 
 hookspec = pluggy.HookspecMarker(NAME)
@@ -34,6 +34,16 @@ def maru_transfer_engines() -> Sequence[EngineProvision] | None:
 
     Runs once per host, when the host is built, in every process, on the thread that builds it. Must not block nor
     import anything heavy (torch least of all). ``None``: nothing to offer.
+    """
+
+
+@hookspec
+def maru_eviction_policies() -> Sequence[PolicyProvision] | None:
+    """Offer orders of eviction.
+
+    Runs once per host, when the host is built, in every process, on the thread that builds it. Must not block nor
+    import anything heavy: the factory of the policy that is chosen does that, in the server. ``None``: nothing to
+    offer.
     """
 
 

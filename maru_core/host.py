@@ -7,6 +7,7 @@ into a PluginError. Only KeyboardInterrupt passes, because that one is the user'
 
 from __future__ import annotations
 
+import difflib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
@@ -20,13 +21,16 @@ from maru_core.config import PluginSettings
 from maru_core.contracts import (
     BackendProvision,
     EngineProvision,
+    NewPolicy,
+    PolicyFactory,
+    PolicyProvision,
     ReadExtent,
     Region,
     StorageBackend,
     TransferEngine,
 )
 from maru_core.discovery import Candidate
-from maru_core.errors import BackendError, MaruError, PluginError, TransferError
+from maru_core.errors import BackendError, ConfigError, MaruError, PluginError, TransferError
 from maru_core.plugin import NAME
 from maru_core.plugin_checks import Provision, check_figures, check_implementations, check_methods, check_provisions
 
@@ -45,6 +49,10 @@ HINTS: Final = (
 _CLAIMS: Final = ("active", "failed")
 _BACKEND_METHODS: Final = ("create_pool", "map_region")
 _ENGINE_METHODS: Final = ("is_available", "import_error", "unsupported", "open")
+_POLICY_METHODS: Final = (
+    *("add", "touch", "remove", "pop", "put_back", "park", "unpark", "coldest"),
+    *("looked_up", "worth_of", "stored"),
+)
 
 
 @frozen
@@ -83,7 +91,9 @@ class PluginHost:
         self._infos: list[PluginInfo] = []
         self._backends: dict[str, BackendProvision] = {}
         self._engines: dict[str, EngineProvision] = {}
-        #: By kind (``backend``, ``engine``) and name: the plugin that provides it, and the object once it is made.
+        self._policies: dict[str, PolicyProvision] = {}
+        #: By kind (``backend``, ``engine``, ``eviction``) and name: the plugin that provides it, and the object once it
+        #: is made.
         self._providers: dict[tuple[str, str], PluginInfo] = {}
         self._made: dict[tuple[str, str], Any] = {}
         self._hints: dict[str, tuple[_Hint, ...]] = dict.fromkeys(HINTS, ())
@@ -140,6 +150,35 @@ class PluginHost:
         """The transfer engine ``name``, made at its first use; raises TransferError with the known names."""
         made: TransferEngine = self._make("engine", name, self._engines, _ENGINE_METHODS, TransferError)
         return made
+
+    def policies(self) -> dict[str, PolicyProvision]:
+        """Orders of eviction by name."""
+        with self._lock:
+            return dict(self._policies)
+
+    def policy(self, name: str) -> PolicyFactory:
+        """What makes the eviction policy ``name``; raises ConfigError with the nearest of the known names.
+
+        The result raises ConfigError when the plugin's factory fails.
+        """
+        with self._lock:
+            if name not in self._policies:
+                nearest = difflib.get_close_matches(name, sorted(self._policies), n=1, cutoff=0.0)
+                near = f"; the nearest is {nearest[0]}" if nearest else ""
+                raise ConfigError(self._unknown("eviction policy", name, self._policies) + near)
+            provision, provider = self._policies[name], self._providers["eviction", name]
+
+        def make(base: int, count: int, clock: Callable[[], float]) -> NewPolicy:
+            try:
+                made = provision.factory(base, count, clock)
+                check_methods(f"eviction policy {name}", made(), _POLICY_METHODS)
+            except BaseException as error:
+                _pass_interrupt(error)
+                text = f"eviction policy {name} of plugin {provider.name} ({provider.distribution}) failed"
+                raise ConfigError(f"{text}: {_show(error)}") from error
+            return made
+
+        return make
 
     def session_opened(self, name: str, role: str) -> None:
         """See :func:`maru_core.hookspecs.maru_session_opened`."""
@@ -227,12 +266,14 @@ class PluginHost:
             check_implementations(self._manager, plugin)
             backends = self._provided(plugin, "maru_storage_backends", BackendProvision)
             engines = self._provided(plugin, "maru_transfer_engines", EngineProvision)
+            policies = self._provided(plugin, "maru_eviction_policies", PolicyProvision)
         except BaseException as error:  # noqa: BLE001 - hooks are foreign code; see _pass_interrupt
             _pass_interrupt(error)
             self._fail(info.name, _show(error), error)
             return
         self._add(info, "backend", backends, self._backends)
         self._add(info, "engine", engines, self._engines)
+        self._add(info, "eviction", policies, self._policies)
         self._collect_hints()
 
     def _provided(self, plugin: object, hook: str, kind: type[Provision]) -> tuple[Provision, ...]:
@@ -252,7 +293,7 @@ class PluginHost:
         self,
         kind: str,
         name: str,
-        known: Mapping[str, Provision],
+        known: Mapping[str, BackendProvision] | Mapping[str, EngineProvision],
         methods: Sequence[str],
         error_type: type[MaruError],
     ) -> Any:
@@ -274,7 +315,7 @@ class PluginHost:
             self._made[kind, name] = made
             return made
 
-    def _unknown(self, kind: str, name: str, known: Mapping[str, Provision]) -> str:
+    def _unknown(self, kind: str, name: str, known: Mapping[str, object]) -> str:
         for info in self._infos:
             if info.name == name and info.reason:
                 return (

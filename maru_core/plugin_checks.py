@@ -9,10 +9,10 @@ from typing import Any, Final, TypeVar
 
 import pluggy
 
-from maru_core.contracts import BackendProvision, EngineProvision
+from maru_core.contracts import BackendProvision, EngineProvision, PolicyProvision
 from maru_core.errors import PluginError
 
-Provision = TypeVar("Provision", BackendProvision, EngineProvision)
+Provision = TypeVar("Provision", BackendProvision, EngineProvision, PolicyProvision)
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

@@ -27,6 +27,7 @@ EXIT_FAILED = 1
 @click.option("--pool-path", metavar="PATH", help="Where the pool is made. [default: /dev/shm]")
 @click.option("--granule", metavar="SIZE", help="Allocation granule. [default: 64K]")
 @click.option("--idle-exit", metavar="SECONDS", help="End so long after the last session. [default: never]")
+@click.option("--eviction-policy", metavar="NAME", help="What goes first when a pool is full. [default: lru]")
 @click.option("--lease-share", metavar="FRACTION", help="Most of a pool that one session may lease. [default: 0.5]")
 @click.option("--keep-pools", is_flag=True, help="Leave the pools in memory at the end, for the next server.")
 @click.option("--dma-grace", metavar="SECONDS", help="How long devices of a dead client may move bytes. [default: 1]")
@@ -44,6 +45,7 @@ def serve(
     pool_path: str | None,
     granule: str | None,
     idle_exit: str | None,
+    eviction_policy: str | None,
     lease_share: str | None,
     keep_pools: bool,
     dma_grace: str | None,
@@ -66,6 +68,7 @@ def serve(
                 "pool_path": pool_path,
                 "chunk_size": granule,
                 "idle_exit": idle_exit,
+                "eviction_policy": eviction_policy,
                 "lease_share": lease_share,
                 "dma_grace": dma_grace,
             }
@@ -88,6 +91,7 @@ def serve(
                 runtime_dir=config.runtime_path,
                 idle_exit=idle or None,
                 lease_share=config.lease_share,
+                eviction_policy=host.policy(config.eviction_policy),
                 keep_pools=keep_pools,
                 dma_grace=config.dma_grace,
                 namespace_quota=quota,

@@ -104,6 +104,7 @@ class ServerStarter:
             "--runtime-dir": self._folder.path,
             "--url": "auto",
             "--storage-backend": config.storage_backend,
+            "--eviction-policy": config.eviction_policy,
             "--pool-size": config.pool_size_of(config.storage_backend),
             "--granule": self._granule,
             "--idle-exit": config.idle_exit,

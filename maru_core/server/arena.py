@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from time import monotonic
+
 from attrs import define, field
 
+from maru_core.contracts import PolicyFactory
 from maru_core.pool_format import HEADER_SIZE
 from maru_core.protocol.messages import PoolDescriptor
 from maru_core.server.allocator import Allocator
-from maru_core.server.eviction import PolicyFactory, least_recently_used
+from maru_core.server.eviction import least_recently_used
 from maru_core.server.headers import HeaderTable
 from maru_core.server.tenants import Tenants
 
@@ -35,13 +39,18 @@ class Arena:
 
     @classmethod
     def of(
-        cls, number: int, descriptor: PoolDescriptor, table: memoryview, policy: PolicyFactory = least_recently_used
+        cls,
+        number: int,
+        descriptor: PoolDescriptor,
+        table: memoryview,
+        policy: PolicyFactory = least_recently_used,
+        clock: Callable[[], float] = monotonic,
     ) -> Arena:
         """Over the header table ``table`` (``entry_count * HEADER_SIZE`` writable bytes, zeroed)."""
         count = descriptor.entry_count
         base = descriptor.entry_base
         headers = HeaderTable(table[: count * HEADER_SIZE], base)
-        tenants = Tenants(policy(base, count))
+        tenants = Tenants(policy(base, count, clock))
         return cls(number, descriptor, Allocator(count), tenants, headers, base, base + count, descriptor.granule)
 
     def pages_for(self, length: int) -> int:

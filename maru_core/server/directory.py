@@ -9,18 +9,21 @@ Here is what can be asked of it; :mod:`.objects` has what is known of each objec
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
-from maru_core.protocol.messages import CommitStatus
+from maru_core.protocol.messages import CommitStatus, Presence
 from maru_core.server.arena import Arena
 from maru_core.server.index import KeyIndex, tags_of
 from maru_core.server.leases import PRESENCE, Acquired, Leases
 from maru_core.server.namespaces import Namespaces, NamespaceState
 from maru_core.server.objects import READY, Objects, Postponed
 from maru_core.server.recovery import FindSession, Recovered, Recovery
-from maru_core.server.reservations import Reservations, Reserved
+from maru_core.server.reservations import Reservations, Reserved, keys_of
 from maru_core.server.room import Room
 from maru_core.server.sessions import Session
+
+_FOUND = bytes([Presence.READY])
 
 
 class Directory:
@@ -174,17 +177,45 @@ class Directory:
         return self._leases.presence(session.namespace.index.find(column, tags_of(column)))
 
     def acquire(
-        self, session: Session, lease: int, keys: Sequence[bytes], leading: bool, packed: bytes | None = None
+        self,
+        session: Session,
+        lease: int,
+        keys: Sequence[bytes],
+        leading: bool,
+        packed: bytes | None = None,
+        after: bytes | None = None,
     ) -> Acquired:
         """Lease what is READY, under ``lease`` (which may exist already).
 
         Returns columns of :class:`Presence`, first entry, generation and length in bytes. With ``leading`` only the
         READY keys at the head are leased and all keys after the first other one are answered ABSENT. The columns may
-        not be changed.
+        not be changed. ``after``: the key before ``keys`` in the same request, when it comes in parts.
         """
         self._postponed.settle()
         column = b"".join(keys) if packed is None else packed
-        return self._leases.acquire(session, lease, session.namespace.index.find(column, tags_of(column)), leading)
+        found = session.namespace.index.find(column, tags_of(column))
+        got = self._leases.acquire(session, lease, found, leading)
+        self._postponed.add(lambda: self._looked_up(session, column, got[0], got[1], after))
+        return got
+
+    def _looked_up(
+        self,
+        session: Session,
+        packed: bytes,
+        statuses: bytes | bytearray,
+        entries: array[int],
+        after: bytes | None,
+    ) -> None:
+        """Tell the policies what a request found."""
+        keys = keys_of(packed)
+        hits = len(keys) - len(statuses.lstrip(_FOUND))
+        number = session.namespace.number
+        if len(self.arenas) == 1:
+            self.arenas[0].tenants.looked_up(number, keys, hits, entries[:hits], after)
+            return
+        for arena in self.arenas:
+            mine = [entry for entry in entries[:hits] if arena.base <= entry < arena.end]
+            arena.tenants.looked_up(number, keys, hits, mine, after)
 
     def release(self, session: Session, lease: int, limit: int) -> tuple[bool, bool]:
         """End at most ``limit`` keys of ``lease``; returns whether it was known and whether all of it has ended."""

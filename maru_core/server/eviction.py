@@ -3,9 +3,9 @@
 Each namespace has a policy of its own in each pool, so that tenants do not disturb each other's order, and a namespace
 at its quota loses objects of its own. :mod:`maru_core.server.tenants` decides between namespaces.
 
-The directory tells a policy about objects that may be evicted at all (READY, not leased) and asks it for victims. It
-refuses a victim that still has children and *parks* it, so that a prefix loses its tail before its head; the policy
-gets it back when the last child is gone.
+The directory tells a policy (:class:`maru_core.contracts.EvictionPolicy`) about objects that may be evicted at all
+(READY, not leased) and asks it for victims. It refuses a victim that still has children and *parks* it, so that a
+prefix loses its tail before its head; the policy gets it back when the last child is gone.
 """
 
 from __future__ import annotations
@@ -15,48 +15,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import eq
-from typing import Protocol
+from time import monotonic
 
-
-class EvictionPolicy(Protocol):
-    """Order of eviction of one namespace in one pool.
-
-    Objects are named by their first entry. Every call is O(1) amortised per object and never works on all objects in
-    one go: a pause is felt by every client.
-    """
-
-    def add(self, entries: Sequence[int]) -> None:
-        """These became evictable just now: the last one is the most valuable."""
-
-    def touch(self, entries: Sequence[int]) -> None:
-        """These were used while they were held or parked: the last one is the most valuable."""
-
-    def remove(self, entries: Sequence[int]) -> None:
-        """These are leased or gone. Entries that the policy does not hold are ignored."""
-
-    def pop(self, count: int, before: int | None = None) -> list[int]:
-        """At most ``count`` victims, the least valuable first; they are no longer held.
-
-        ``before``: none that is worth as much as that, on the scale of :meth:`coldest`.
-        """
-
-    def put_back(self, entries: Sequence[int]) -> None:
-        """Victims of ``pop`` that were not evicted: they are the next victims again, in this order."""
-
-    def park(self, entry: int) -> None:
-        """A victim of ``pop`` has children. Do not offer it again before ``unpark`` or ``touch``."""
-
-    def unpark(self, entry: int) -> None:
-        """The last child of ``entry`` is gone; ignored unless it is parked."""
-
-    def coldest(self) -> int | None:
-        """What the next victim is worth, comparable among the policies of one pool; ``None`` without a victim."""
-
-
-#: Makes the policies of one pool, one call per namespace: they may share columns and a clock.
-NewPolicy = Callable[[], EvictionPolicy]
-#: What a pool is given: called with its first entry and its number of entries.
-PolicyFactory = Callable[[int, int], NewPolicy]
+from maru_core.contracts import NewPolicy
 
 #: Items per segment of a queue.
 _SEGMENT = 1024
@@ -93,8 +54,8 @@ class _Segment:
         self.head = 0
 
 
-def least_recently_used(base: int, count: int) -> NewPolicy:
-    """Policies of one pool that evict what was used longest ago in any namespace; see :data:`PolicyFactory`."""
+def least_recently_used(base: int, count: int, clock: Callable[[], float] = monotonic) -> NewPolicy:
+    """Policies of one pool that evict what was used longest ago in any namespace; ``clock`` is not looked at."""
     uses = _Uses(base, count)
     return lambda: LeastRecentlyUsed(uses)
 
@@ -210,6 +171,15 @@ class LeastRecentlyUsed:
                 return time
             front.pop()
         return self._skip(self._length + 1)
+
+    def looked_up(self, keys: Sequence[bytes], found: int, entries: Sequence[int], after: bytes | None = None) -> None:
+        pass
+
+    def worth_of(self, keys: Sequence[bytes], parent: bytes | None) -> int | None:
+        return None
+
+    def stored(self, keys: Sequence[bytes], entries: Sequence[int], parent: bytes | None) -> None:
+        pass
 
     def _objects(self, entries: Sequence[int]) -> Sequence[int]:
         base = self._uses.base

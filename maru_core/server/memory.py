@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import structlog
 from attrs import asdict, frozen
 
-from maru_core.contracts import Pool, PoolRequest
+from maru_core.contracts import PolicyFactory, Pool, PoolRequest
 from maru_core.errors import BackendError, MaruError
 from maru_core.pool_format import HEADER_SIZE
 from maru_core.protocol.messages import NO_ENTRY
@@ -34,6 +34,7 @@ class Memory:
     owner: str
     lease_share: float
     namespace_quota: int | None
+    policy: PolicyFactory
 
 
 class Pools:
@@ -57,7 +58,7 @@ class Pools:
                 raise BackendError(
                     f"pools of {base} granules in all, the limit is {NO_ENTRY - 1}; raise maru_chunk_size"
                 )
-            self.arenas.append(Arena.of(number, descriptor, table))
+            self.arenas.append(Arena.of(number, descriptor, table, memory.policy))
 
     def prefault(self) -> None:
         """Map the header tables of new pools, which are zero, now rather than in a client's request."""

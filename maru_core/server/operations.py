@@ -203,7 +203,8 @@ class Operations:
                 lengths.extend([0] * count)
             else:
                 packed = requests.column_slice(keys, at, SLICE)
-                got = self._directory.acquire(session, lease, (), leading, packed)
+                after = requests.column_slice(keys, at - 1, 1) if at else None
+                got = self._directory.acquire(session, lease, (), leading, packed, after)
                 if total > SLICE:
                     statuses += got[0]
                     entries += got[1]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from maru_core.pool_format import KEY_SIZE, State
 from maru_core.protocol.messages import NO_ENTRY, CommitStatus, ReserveStatus
+from maru_core.server.arena import Arena
 from maru_core.server.headers import chain_pairs, pairs_of
 from maru_core.server.index import tags_of
 from maru_core.server.objects import FREE, READY, Objects, Postponed
@@ -121,7 +122,12 @@ class Reservations:
         pairs = chain_pairs(parents[0], packed) if chain else pairs_of(parents, keys)
         entries, generations = array("I"), array("I")
         done = 0
-        runs, over_quota = self._room.allocate(namespace, length, count)
+        parent = parents[0] if parents else None
+
+        def worth(arena: Arena) -> int | None:
+            return arena.tenants.worth_of(namespace.number, keys_of(packed), parent)
+
+        runs, over_quota = self._room.allocate(namespace, length, count, worth)
         for arena, pages, start, pieces in runs:
             taken = pieces * pages
             first = slice(start, start + taken, pages)
@@ -159,6 +165,9 @@ class Reservations:
                 objects.link(keys, parents, elders, entries)
             for entry in held:
                 objects.drop_child(entry)
+            for arena in objects.arenas:
+                mine = entries if len(objects.arenas) == 1 else _within(arena, entries)
+                arena.tenants.stored(namespace.number, keys_of(packed), mine, parent)
 
         self._postponed.add(enter)
         if done == count:
@@ -293,3 +302,8 @@ class Reservations:
         session.reserved.difference_update(entries)
         session.doomed.difference_update(entries)
         self._counters["aborted"] += len(entries)
+
+
+def _within(arena: Arena, entries: array[int]) -> array[int]:
+    """``entries`` with NO_ENTRY in the places of those in other pools."""
+    return array("I", [entry if arena.base <= entry < arena.end else NO_ENTRY for entry in entries])

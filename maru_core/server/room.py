@@ -7,7 +7,7 @@ nothing else to do: as much as the last batches took, and never more than a smal
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from maru_core.pool_format import State
 from maru_core.protocol.messages import NO_ENTRY
@@ -22,6 +22,10 @@ _BATCH = 64
 _AHEAD_BATCH = 16
 #: Room that is made ahead, in batches like the last one.
 _AHEAD_BATCHES = 2
+
+
+def _nothing_known(arena: Arena) -> None:
+    return None
 
 
 class Room:
@@ -63,8 +67,12 @@ class Room:
         if namespace not in self._over:
             self._over.append(namespace)
 
-    def allocate(self, namespace: NamespaceState, length: int, count: int) -> tuple[list[Run], int]:
+    def allocate(
+        self, namespace: NamespaceState, length: int, count: int, worth: Callable[[Arena], int | None] = _nothing_known
+    ) -> tuple[list[Run], int]:
         """Room for ``count`` objects, or for fewer when nothing more can be evicted.
+
+        ``worth``: what they are worth in a pool, whose objects that are worth more are not evicted for them.
 
         Also returns for how many objects there is none because of the namespace's quota.
         """
@@ -88,7 +96,8 @@ class Room:
         for arena in self._arenas:
             pages = arena.pages_for(length)
             evicted: list[int] = []
-            while count and self._make_room(arena, pages, min(count, _BATCH), evicted):
+            price = worth(arena)
+            while count and self._make_room(arena, pages, min(count, _BATCH), evicted, price):
                 for start, pieces in arena.free.take(pages, count):
                     runs.append((arena, pages, start + arena.base, pieces))
                     count -= pieces
@@ -224,12 +233,12 @@ class Room:
             self.free_retired(arena, entries)
         return not self._kept
 
-    def _make_room(self, arena: Arena, pages: int, wanted: int, evicted: list[int]) -> bool:
+    def _make_room(self, arena: Arena, pages: int, wanted: int, evicted: list[int], price: int | None) -> bool:
         """Evict until a run of ``pages`` granules is free, at best ``wanted`` of them; False when that cannot be."""
         made = fruitless = 0
         children, sizes = self._objects.children, self._objects.pages
         while made < wanted and fruitless < _MAX_FRUITLESS:
-            tenant, victims = self._victims(arena, wanted - made)
+            tenant, victims = self._victims(arena, wanted - made, price)
             if not victims:
                 break
             fitting: list[int] = []
@@ -253,7 +262,7 @@ class Room:
             self._evict_all(arena, fitting, evicted)
         return made > 0
 
-    def _victims(self, arena: Arena, count: int) -> tuple[int, list[int]]:
+    def _victims(self, arena: Arena, count: int, price: int | None = None) -> tuple[int, list[int]]:
         """A namespace, and at most ``count`` of its objects that are worth less than all others of the pool."""
         for namespace in tuple(self._over):
             if namespace.quota is None or self._bytes_of(namespace) <= namespace.quota:
@@ -262,7 +271,7 @@ class Room:
             victims = arena.tenants.pop_of(namespace.number, count)
             if victims:
                 return namespace.number, victims
-        return arena.tenants.pop(count)
+        return arena.tenants.pop(count, None if price is None else price + 1)
 
     def _bytes_of(self, namespace: NamespaceState) -> int:
         """Bytes of the granules that ``namespace`` has taken."""

@@ -19,10 +19,11 @@ from attrs import frozen
 
 from maru_core import __version__
 from maru_core.access import KeyRing
-from maru_core.contracts import StorageBackend
+from maru_core.contracts import PolicyFactory, StorageBackend
 from maru_core.errors import ConfigError
 from maru_core.protocol.version import PROTOCOL_VERSION
 from maru_core.runtime_dir import RuntimeDir, check_url
+from maru_core.server.eviction import least_recently_used
 from maru_core.server.handlers import Handlers
 from maru_core.server.heap import give_back_large_blocks
 from maru_core.server.listening import KeyWatch, authenticator, listen
@@ -41,7 +42,7 @@ class ServerSettings:
     ``None``: serve until stopped. ``lease_share``: the part of a pool that one session may lease. ``keep_pools``: leave
     the pools in memory at the end, for the next server of this folder. ``dma_grace``: how long devices of a client that
     died may still move bytes. ``namespace_quota``: the most that a namespace may take of all pools, unless the operator
-    sets another quota for it.
+    sets another quota for it. ``eviction_policy``: what makes the orders of eviction.
     ``keys``: folder of the keys that a ``tcp`` address uses. ``metrics``: ``host:port`` of the listener for Prometheus.
     """
 
@@ -57,6 +58,7 @@ class ServerSettings:
     namespace_quota: int | None = None
     keys: str | None = None
     metrics: str | None = None
+    eviction_policy: PolicyFactory = least_recently_used
 
 
 def run_server(
@@ -93,6 +95,7 @@ def run_server(
             runtime.owner,
             settings.lease_share,
             settings.namespace_quota,
+            settings.eviction_policy,
         )
         sessions = SessionRegistry(len(settings.pool_sizes), lambda: secrets.randbits(63))
         keep, now = settings.keep_pools, time.monotonic()

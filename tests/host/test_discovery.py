@@ -18,7 +18,7 @@ from maru_core.errors import PluginError
 from maru_core.host import PluginHost, PluginInfo
 from tests.host.vendor import BACKEND, install
 
-BUILT_INS = ("cpu", "torch-copy")
+BUILT_INS = ("cpu", "torch-copy", "eviction")
 Installer = Callable[..., str]
 
 
@@ -285,7 +285,9 @@ def test_only_our_own_distribution_may_vouch_for_a_built_in(tmp_path: Path) -> N
     assert [(i.name, i.distribution, i.status) for i in host.report()] == [
         ("cpu", "maru-kv", "active"),
         ("torch-copy", "maru-kv", "active"),
+        ("eviction", "maru-kv", "active"),
         ("cpu", "aaa", "duplicate"),
+        ("eviction", "aaa", "duplicate"),
         ("torch-copy", "aaa", "duplicate"),
     ]
 

@@ -301,7 +301,7 @@ def test_a_missing_backend_says_why_its_plugin_is_not_there() -> None:
 
 def test_hooks_are_typed_and_documented_and_the_host_calls_each() -> None:
     """Every hook: types for all of it, the process, thread and moment in its text, a typed method of the host."""
-    assert set(HOOKS) == {*HINTS, "maru_storage_backends", "maru_transfer_engines"}
+    assert set(HOOKS) == {*HINTS, "maru_storage_backends", "maru_transfer_engines", "maru_eviction_policies"}
     for name in HOOKS:
         hook = getattr(hookspecs, name)
         hints = get_type_hints(hook)
