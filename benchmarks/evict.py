@@ -245,9 +245,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Command-line options of this benchmark."""
     parser.add_argument("--trace", type=Path, action="append", metavar="FILE", help="a trace to replay")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="replay every trace in this folder")
-    parser.add_argument(
-        "--policy", choices=sorted(POLICIES), default="reuse", help="compared with lru (reuse)"
-    )
+    parser.add_argument("--policy", choices=sorted(POLICIES), default="reuse", help="compared with lru (reuse)")
     parser.add_argument("--no-cost", action="store_true", help="leave out the cost of a decision")
     parser.add_argument("--cost-only", action="store_true", help="measure nothing else")
 
