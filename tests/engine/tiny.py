@@ -225,7 +225,7 @@ def failed_load(tiny: Tiny) -> dict[str, Any]:
         return run
 
     transfer = tiny.worker._worker._link.transfer
-    with tiny.patched(Located, "verify", failing), tiny.patched(transfer, "load", poisoned_copy):
+    with tiny.patched(Located, "check", failing), tiny.patched(transfer, "load", poisoned_copy):
         answer = tiny.answer(longer)
     stored = tiny.objects(longer)
     return {
@@ -265,7 +265,7 @@ def aborted_load(tiny: Tiny) -> dict[str, Any]:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
     with (
         tiny.patched(tiny.worker, "start_load_kv", aborting),
-        tiny.patched(Located, "verify", lambda verify: lambda located: [False] * len(located.entries)),
+        tiny.patched(Located, "check", lambda check: lambda located: [False] * len(located.entries)),
         tiny.patched(
             tiny.worker._worker._link.transfer,
             "load",
@@ -310,7 +310,7 @@ def parked(tiny: Tiny) -> dict[str, Any]:
         warm = [list(item.outputs[0].token_ids) for item in tiny.ask(*prompts)]
         hits = tiny.metric("vllm:external_prefix_cache_hits") - before
         tiny.forget()
-        with tiny.patched(Located, "verify", lambda verify: lambda located: [False] * len(located.entries)):
+        with tiny.patched(Located, "check", lambda check: lambda located: [False] * len(located.entries)):
             failed = [list(item.outputs[0].token_ids) for item in tiny.ask(*prompts)]
     finally:
         side._settings = saved
