@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 
+from scripts.quickstart.processes import session_members
+from scripts.quickstart.segments import mapped_segments, remove_segments
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 TINY = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
@@ -59,11 +62,17 @@ def spawn(*arguments: str, **environ: str) -> subprocess.Popen[str]:
     )
 
 
-def end(process: subprocess.Popen[str]) -> None:
-    """Kill the process and all of its group, and close the pipes."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def end(process: subprocess.Popen[str], reader: threading.Thread | None = None) -> None:
+    """Kill the process and all of its session, remove the shared memory that they leave, and close the pipes."""
+    members = session_members(process.pid)
+    segments = mapped_segments(members)
+    for pid in (process.pid, *members):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     process.wait(10)
+    remove_segments(segments)
+    if reader is not None:
+        reader.join(10)
     for stream in (process.stdin, process.stdout):
         assert stream is not None
         with suppress(BrokenPipeError):
@@ -116,10 +125,7 @@ class Served:
 
     def close(self) -> None:
         """End the engine, at once."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self._reader.join(10)
-        end(self.process)
+        end(self.process, self._reader)
 
 
 @pytest.fixture(scope="module")
