@@ -207,8 +207,9 @@ class MaruConfig:
     pool_size: int = _setting(
         "4G",
         POOL_SIZE,
-        "Size of the pool, per host, headers included, when this engine starts the server. Otherwise the most that the "
-        "namespace may take of the pool that is there: the largest value among its engines counts.",
+        "Size of the pool, per host, headers included, when this engine starts the server. Otherwise, "
+        "if it is set at all, the most that the namespace may take of the pool that is there: the largest value among "
+        "its engines counts.",
     )
     pool_path: str | None = _setting(
         None, PATH, "Where the backend puts pools: for `cpu` a folder (tmpfs, hugetlbfs). Not set: `/dev/shm`."
@@ -329,6 +330,14 @@ class MaruConfig:
         """Bytes of the pool of ``backend``: its own setting, else ``pool_size``."""
         own = {"cpu": self.cpu_pool_size, "cxl": self.cxl_pool_size}.get(backend)
         return self.pool_size if own is None else own
+
+    def quota_wish(self, backend: str) -> int:
+        """Bytes that the namespace shall be able to hold at a server that is there already; 0: nothing was set."""
+        own = {"cpu": self.cpu_pool_size, "cxl": self.cxl_pool_size}.get(backend)
+        default = parse_size(fields(MaruConfig).pool_size.default)
+        if own is None and self.pool_size == default and PREFIX + "pool_size" not in self.sources:
+            return 0
+        return self.pool_size_of(backend)
 
     def describe(self) -> dict[str, tuple[Any, str]]:
         """The effective value of every key and its source: ``extra config``, ``environment``, ``default``."""

@@ -269,7 +269,7 @@ class _Opener:
             previous=previous,
             held=link.holdings.seal(),
             # Not only when somebody else started the server: the server sees no limit in what is not below its pool.
-            quota=self._config.pool_size_of(self._config.storage_backend),
+            quota=self._config.quota_wish(self._config.storage_backend),
         )
         resumed = previous is not None and previous.id == session.id
         try:
@@ -308,7 +308,9 @@ class _Opener:
             return
         self._told = True
         for pool in session.pools:
-            wanted = self._config.pool_size_of(pool.backend)
+            wanted = self._config.quota_wish(pool.backend)
+            if not wanted:
+                continue
             # Backends round down to whole pages.
             if pool.size - wanted >= _PAGE:
                 self._log.warning(

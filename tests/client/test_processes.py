@@ -89,6 +89,24 @@ def test_the_pool_size_of_an_engine_that_comes_second_is_its_quota(
     assert first.exists("0")
 
 
+def test_a_pool_size_that_nobody_set_is_no_wish(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    """An engine with the default is not held to it at a larger server; one that says the same as the default is."""
+    folder.connect()
+    for size, quota in ((None, None), ("1M", 1 << 20)):
+        settings = {key: value for key, value in folder.settings().items() if key != "pool_size"}
+        if size is not None:
+            settings["pool_size"] = size
+        config = MaruConfig.from_mapping({f"maru_{key}": value for key, value in settings.items()}, {})
+        namespace = Namespace.of({"model": str(size), "tokens": 256})
+        with MaruHandler.connect(config, namespace, host=PluginHost.with_plugins({}, built_ins=True)) as handler:
+            (mine,) = handler.server_stats()["namespaces"]
+            assert mine["quota"] == quota
+    assert MaruConfig.from_mapping({"maru_pool_size": "4G"}, {}).quota_wish("cpu") == 4 << 30
+    assert MaruConfig.from_mapping({"maru_cpu_pool_size": "4G"}, {}).quota_wish("cpu") == 4 << 30
+    assert MaruConfig().quota_wish("cpu") == 0
+    assert "larger" in capsys.readouterr().out
+
+
 def test_another_pool_size_is_told_once(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
     folder.connect()
     assert "another size" not in capsys.readouterr().out
