@@ -364,7 +364,8 @@ class Room:
             gap = arena.free.run_at(left - 1 - arena.base)
             if not gap:
                 entry = objects.tail[left - 1]
-                if not self._evictable(entry) or entry in doomed:
+                # What this very batch has taken has no tail yet: the one that is noted there is of the past.
+                if entry + objects.pages[entry] != left or not self._evictable(entry) or entry in doomed:
                     break
                 plan.append(entry)
                 gap = objects.pages[entry]
