@@ -1,8 +1,9 @@
 """Random clients of several models in one directory, for as long as one likes, and what they must find.
 
-Plain random numbers instead of Hypothesis: a million operations have to fit into minutes, and a failure is reproduced by
-its seed. Beside the directory there is a pool of stamps, one per granule. Writers put a stamp of their own wherever they
-reserved, readers must find the stamp of what was last committed under their key, and find it again when they let go.
+Plain random numbers instead of Hypothesis: a million operations have to fit into minutes, and a failure is reproduced
+by its seed. Beside the directory there is a pool of stamps, one per granule. Writers put a stamp of their own wherever
+they reserved. Readers must find the stamp of what was last committed under their key, and find it again when they let
+go.
 """
 
 from __future__ import annotations
