@@ -145,11 +145,11 @@ class World:
             assert len(taken) == arena.end - arena.base, "a granule is lost"
             assert (reserved, used, objects, leased) == (arena.reserved, arena.used, arena.objects, arena.leased)
             for session in sessions:
-                mine = [entry for entry in session.reserved | session.doomed if arena.base <= entry < arena.end]
+                mine = [entry for entry in (*session.reserved, *session.doomed) if arena.base <= entry < arena.end]
                 assert session.reserved_pages[arena.number] == sum(directory.objects.pages[entry] for entry in mine)
                 held = [entry for entry in session.held if arena.base <= entry < arena.end]
                 assert session.leased_pages[arena.number] == sum(directory.objects.pages[entry] for entry in held)
-        owned = [entry for session in sessions for entry in session.reserved | session.doomed]
+        owned = [entry for session in sessions for entry in (*session.reserved, *session.doomed)]
         assert len(owned) == len(set(owned)) == sum(state == State.RESERVED for state in directory.objects.state)
         for session in sessions:
             assert all(directory.objects.state[entry] in (State.READY, State.RETIRING) for entry in session.held)
