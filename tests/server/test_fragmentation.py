@@ -157,6 +157,43 @@ def test_small_batches_go_into_gaps():
     world.check()
 
 
+def test_nothing_is_evicted_for_the_sake_of_order_when_much_is_free():
+    world, stored = full_of_two_sizes()
+    session = world.session()
+    gaps = [key(number) for number, pages in stored if pages == SMALL][::2][:20]
+    world.directory.delete(session, gaps)
+    assert world.store(session, keys(3000, 18), SMALL * GRANULE) == bytes(18)
+    assert world.directory.counters["evicted"] == 0, "evicted while more than a sixteenth was free"
+    world.check()
+
+
+def test_what_is_hemmed_in_is_left_alone_and_goes_in_its_turn():
+    world = World.of(10)
+    session, reader = world.session(), world.session()
+    for number, pages in enumerate((1, 1, 1, 1, 1, 1, 2, 2)):
+        world.store(session, keys(number, 1), pages * GRANULE)
+    hemmed = [key(0), key(2), key(4)]
+    world.directory.acquire(reader, 1, [key(1), key(3), key(5)], False)
+    assert world.store(session, keys(100, 1), 2 * GRANULE) == b"\0"
+    assert world.directory.probe(session, [*hemmed, key(6)]) == b"\1\1\1\0"
+    for number, left in ((200, b"\0\1\1"), (201, b"\0\0\1"), (202, b"\0\0\0")):
+        assert world.store(session, keys(number, 1)) == b"\0"
+        assert world.directory.probe(session, hemmed) == left
+    world.check()
+
+
+def test_a_search_in_vain_ends_and_costs_little():
+    """Hundreds of small objects, and a leased one between any two of them."""
+    world, stored = full_of_two_sizes(600 * (SMALL + LARGE))
+    session, reader = world.session(), world.session()
+    world.directory.acquire(reader, 1, [key(number) for number, pages in stored if pages == LARGE], False)
+    begin = time.perf_counter()
+    assert world.store(session, keys(5000, 64), LARGE * GRANULE) == bytes([ReserveStatus.NO_ROOM]) * 64
+    assert time.perf_counter() - begin < 0.1
+    assert world.directory.counters["evicted"] <= 64
+    world.check()
+
+
 def test_gaps_are_used_when_nothing_can_be_evicted():
     world, stored = full_of_two_sizes()
     session, reader = world.session(), world.session()
