@@ -191,10 +191,13 @@ class EvictionPolicy(Protocol):
         """Victims of ``pop`` that were not evicted: they are the next victims again, in this order."""
 
     def park(self, entry: int) -> None:
-        """A victim of ``pop`` has children. Do not offer it again before ``unpark`` or ``touch``."""
+        """A victim of ``pop`` has children, or its place is too narrow for what is to be stored.
+
+        Do not offer it again before ``unpark`` or ``touch``.
+        """
 
     def unpark(self, entry: int) -> None:
-        """The last child of ``entry`` is gone; ignored unless it is parked."""
+        """That is over: ``entry`` may be offered again. Ignored unless it is parked."""
 
     def coldest(self) -> int | None:
         """What the next victim is worth, comparable among the policies of one pool; ``None`` without a victim."""

@@ -35,11 +35,11 @@ class Allocator:
             allocator.give(start, length)
         return allocator
 
-    def take(self, pages: int, count: int) -> list[tuple[int, int]]:
+    def take(self, pages: int, count: int, least: int = 1) -> list[tuple[int, int]]:
         """Take ``count`` neighbouring pieces of ``pages`` granules each, or as many as there are.
 
         Returns ``(start, pieces)`` per contiguous run, in the order of allocation; fewer pieces than ``count`` in all
-        when no free run holds another one.
+        when no free run holds all others or at least ``least`` of them.
         """
         runs = []
         lengths = self._lengths
@@ -47,7 +47,7 @@ class Allocator:
             at = bisect_left(lengths, pages * count)
             if at < len(lengths):
                 length, pieces = lengths[at], count
-            elif lengths and lengths[-1] >= pages:
+            elif lengths and lengths[-1] >= pages * least:
                 length = lengths[-1]
                 pieces = length // pages
             else:

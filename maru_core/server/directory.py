@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from maru_core.protocol.messages import CommitStatus, Presence
 from maru_core.server.arena import Arena
+from maru_core.server.holdings import EntrySet
 from maru_core.server.index import KeyIndex, tags_of
 from maru_core.server.leases import PRESENCE, Acquired, Leases
 from maru_core.server.namespaces import Namespaces, NamespaceState
@@ -279,11 +280,8 @@ class Directory:
         namespace.weights_epoch += 1
         self.counters["resets"] += 1
         for session in namespace.sessions.values():
-            if session.doomed:
-                session.doomed |= session.reserved
-            else:
-                session.doomed = session.reserved
-            session.reserved = set()
+            session.doomed.take_over(session.reserved)
+            session.reserved = EntrySet()
         if not len(old):
             return None
         namespace.draining.append(old)

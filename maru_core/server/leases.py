@@ -78,16 +78,7 @@ class Leases:
         """``lease`` begins to hold ``hits`` as soon as the reply is sent; nobody comes before that."""
 
         def hold() -> None:
-            held = session.held
-            fresh: Sequence[int]
-            unique = dict.fromkeys(hits, 1)
-            if len(unique) == len(hits) and held.keys().isdisjoint(unique):
-                held.update(unique)
-                fresh = hits
-            else:
-                fresh = [entry for entry in unique if entry not in held]
-                for entry in hits:
-                    held[entry] = held.get(entry, 0) + 1
+            fresh = session.held.hold(hits)
             self._start_reading(session, fresh)
             session.leases.setdefault(lease, array("I")).extend(hits)
 
@@ -157,30 +148,17 @@ class Leases:
         del entries[-limit:]
         if not entries:
             del session.leases[lease]
-        held = session.held
         part.reverse()
-        counts = list(map(held.__getitem__, part))
-        if counts.count(1) == len(part):
-            ended = part
-            for entry in ended:
-                del held[entry]
-        else:
-            ended = []
-            for entry in part:
-                held[entry] -= 1
-                if not held[entry]:
-                    del held[entry]
-                    ended.append(entry)
+        ended = session.held.let_go(part)
         self._stop_reading(session, ended)
         return True, not entries
 
     def drop(self, session: Session, limit: int) -> None:
         """End at most ``limit`` of all that a closed session holds."""
         session.leases.clear()
-        held = session.held
-        self._stop_reading(session, [held.popitem()[0] for _ in range(min(limit, len(held)))])
+        self._stop_reading(session, session.held.pop(limit))
 
-    def _stop_reading(self, session: Session, ended: list[int]) -> None:
+    def _stop_reading(self, session: Session, ended: Sequence[int]) -> None:
         objects = self._objects
         readers, state = objects.readers, objects.state
         for arena, part in objects.by_arena(ended):

@@ -133,7 +133,7 @@ class Recovery:
         if session.namespace is not namespace:
             raise BackendError(f"session {writer} writes entry {entry} of a namespace that is not its own")
         objects.state[entry] = RESERVED
-        (session.reserved if current else session.doomed).add(entry)
+        (session.reserved if current else session.doomed).update((entry,))
         arena.reserved += objects.pages[entry]
         session.reserved_pages[arena.number] += objects.pages[entry]
         namespace.reserved[arena.number] += objects.pages[entry]

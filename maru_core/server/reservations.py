@@ -198,8 +198,9 @@ class Reservations:
             mine: dict[int, None] = {}
             lost: dict[int, None] = {}
             generation = objects.generation
+            known = reserved.intersection(entries)
             for at, (entry, wanted) in enumerate(zip(entries, generations, strict=True)):
-                if entry in reserved and generation[entry] == wanted:
+                if entry in known and generation[entry] == wanted:
                     mine[entry] = None
                 elif not self._committed(session, entry, wanted):
                     statuses[at] = CommitStatus.UNKNOWN
@@ -274,7 +275,7 @@ class Reservations:
         """Free at most ``limit`` reservations of a closed session; whether it had any."""
         for mine in (session.reserved, session.doomed):
             if mine:
-                self._free(session, [entry for entry, _ in zip(mine, range(limit), strict=False)])
+                self._free(session, mine.first(limit))
                 return True
         return False
 

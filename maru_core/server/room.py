@@ -17,9 +17,18 @@ from maru_core.server.objects import FREE, READY, RETIRING, Objects, Run
 
 #: Victims that may be evicted one after the other without making room for one object before it is skipped.
 _MAX_FRUITLESS = 64
+#: Victims that may be left alone because what is around them stays anyway.
+_MAX_SPARED = 256
 #: Objects that are evicted at a time while somebody waits, and while nobody does.
 _BATCH = 64
 _AHEAD_BATCH = 16
+#: From this many objects on they are to lie together, and by several; see :meth:`Room._spares_crumbs`.
+_TOGETHER = 8
+_SEVERAL = 4
+#: The part of a pool that is free between objects when they have several sizes, and the most that is left there; each
+#: as its reciprocal.
+_MIXED = 64
+_MOST_CRUMBS = 16
 #: Room that is made ahead, in batches like the last one.
 _AHEAD_BATCHES = 2
 
@@ -85,24 +94,44 @@ class Room:
         self._ahead = (length, count)
         runs: list[Run] = []
         for arena in self._arenas:
-            pages = arena.pages_for(length)
-            for start, pieces in arena.free.take(pages, count):
-                runs.append((arena, pages, start + arena.base, pieces))
-                count -= pieces
+            count -= self._take(arena, length, count, runs, self._spares_crumbs(arena, count))
             if not count:
                 return runs, over_quota
-        if self.frozen:
-            return runs, over_quota
-        for arena in self._arenas:
+        for arena in () if self.frozen else self._arenas:
             pages = arena.pages_for(length)
             evicted: list[int] = []
             price = worth(arena)
             while count and self._make_room(arena, pages, min(count, _BATCH), evicted, price):
-                for start, pieces in arena.free.take(pages, count):
-                    runs.append((arena, pages, start + arena.base, pieces))
-                    count -= pieces
+                taken = self._take(arena, length, count, runs, self._spares_crumbs(arena, count))
+                count -= taken or self._take(arena, length, count, runs, False)
+            if count:
+                count -= self._take(arena, length, count, runs, False)
             self._mark_free(arena, evicted, [run for run in runs if run[0] is arena])
         return runs, over_quota
+
+    def _spares_crumbs(self, arena: Arena, count: int) -> bool:
+        """Whether ``count`` objects rather take the place of others than be scattered over what is left between them.
+
+        Where objects have one size there is next to nothing left between them. Where they have several, small ones
+        would always be laid into the gaps that large ones leave, one here and one there, and be moved one by one. The
+        gaps join when what is between them goes.
+        """
+        entries = arena.end - arena.base
+        return (
+            count >= _TOGETHER
+            and not self.frozen
+            and entries <= _MIXED * arena.free.free
+            and entries > _MOST_CRUMBS * arena.free.free
+        )
+
+    def _take(self, arena: Arena, length: int, count: int, runs: list[Run], sparing: bool) -> int:
+        """Take room for at most ``count`` objects that is free; ``sparing``: only where several fit. For how many."""
+        pages = arena.pages_for(length)
+        taken = 0
+        for start, pieces in arena.free.take(pages, count, _SEVERAL if sparing else 1):
+            runs.append((arena, pages, start + arena.base, pieces))
+            taken += pieces
+        return taken
 
     def is_short(self) -> bool:
         """Whether there is less room than :meth:`make_ahead` wants, and it did not yet find that it can make none."""
@@ -236,6 +265,7 @@ class Room:
     def _make_room(self, arena: Arena, pages: int, wanted: int, evicted: list[int], price: int | None) -> bool:
         """Evict until a run of ``pages`` granules is free, at best ``wanted`` of them; False when that cannot be."""
         made = fruitless = 0
+        spared: list[tuple[int, int]] = []
         children, sizes = self._objects.children, self._objects.pages
         while made < wanted and fruitless < _MAX_FRUITLESS:
             tenant, victims = self._victims(arena, wanted - made, price)
@@ -250,6 +280,10 @@ class Room:
                     self._objects.unlink(victim)
                     fitting.append(victim)
                     made += sizes[victim] // pages
+                elif len(spared) < _MAX_SPARED and self._is_hemmed_in(arena, victim, pages):
+                    arena.tenants.park(tenant, victim)
+                    spared.append((tenant, victim))
+                    continue
                 else:
                     start, size = self._evict(arena, victim, evicted)
                     if size >= pages or self._clear_around(arena, start, size, pages, evicted, victims):
@@ -260,6 +294,9 @@ class Room:
                     arena.tenants.put_back(tenant, victims[at + 1 :])
                     break
             self._evict_all(arena, fitting, evicted)
+        # The last one first, so that they are the next victims again, in this order.
+        for tenant, victim in reversed(spared):
+            arena.tenants.unpark(tenant, victim)
         return made > 0
 
     def _victims(self, arena: Arena, count: int, price: int | None = None) -> tuple[int, list[int]]:
@@ -349,13 +386,37 @@ class Room:
 
         ``doomed`` are victims that were popped already and come next: they are left to their turn.
         """
+        plan = self._neighbours(arena, start, size, pages, lambda entry: self._evictable(entry) and entry not in doomed)
+        if plan is None:
+            return False
+        for entry in plan:
+            arena.tenants.remove(self._objects.home[entry], (entry,))
+            self._evict(arena, entry, evicted)
+        return True
+
+    def _is_hemmed_in(self, arena: Arena, entry: int, pages: int) -> bool:
+        """Whether readers and writers around ``entry`` leave less than ``pages`` granules, whatever is evicted."""
+        objects = self._objects
+        state, readers = objects.state, objects.readers
+        room = self._neighbours(
+            arena, entry, objects.pages[entry], pages, lambda other: state[other] == READY and not readers[other]
+        )
+        return room is None
+
+    def _neighbours(
+        self, arena: Arena, start: int, size: int, pages: int, may_go: Callable[[int], bool]
+    ) -> list[int] | None:
+        """Objects around ``size`` granules at ``start`` without which ``pages`` granules are free in one piece.
+
+        ``None`` where there are none that all may go.
+        """
         objects = self._objects
         plan: list[int] = []
         left, right = start, start + size
         while right - left < pages and right < arena.end:
             gap = arena.free.run_at(right - arena.base)
             if not gap:
-                if not self._evictable(right) or right in doomed:
+                if not may_go(right):
                     break
                 plan.append(right)
                 gap = objects.pages[right]
@@ -364,17 +425,13 @@ class Room:
             gap = arena.free.run_at(left - 1 - arena.base)
             if not gap:
                 entry = objects.tail[left - 1]
-                if not self._evictable(entry) or entry in doomed:
+                # What this very batch has taken has no tail yet: the one that is noted there is of the past.
+                if entry + objects.pages[entry] != left or not may_go(entry):
                     break
                 plan.append(entry)
                 gap = objects.pages[entry]
             left -= gap
-        if right - left < pages:
-            return False
-        for entry in plan:
-            arena.tenants.remove(objects.home[entry], (entry,))
-            self._evict(arena, entry, evicted)
-        return True
+        return plan if right - left >= pages else None
 
     def _evictable(self, entry: int) -> bool:
         objects = self._objects

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from attrs import define, field, frozen
 
+from maru_core.server.holdings import EntryCounts, EntrySet
 from maru_core.server.liveness import SessionRecord
 from maru_core.server.namespaces import NamespaceState
 
@@ -61,11 +62,11 @@ class Session:
     #: Nothing is executed for it any more; what it holds is being freed.
     closed: bool = False
     #: First entries that may be committed, and those that a reset came between (freed by COMMIT or ABORT).
-    reserved: set[int] = field(factory=set)
-    doomed: set[int] = field(factory=set)
+    reserved: EntrySet = field(factory=EntrySet)
+    doomed: EntrySet = field(factory=EntrySet)
     #: Leases by id, and how many of them hold each entry.
     leases: dict[int, array[int]] = field(factory=dict)
-    held: dict[int, int] = field(factory=dict)
+    held: EntryCounts = field(factory=EntryCounts)
     reserved_pages: list[int] = field(init=False)
     leased_pages: list[int] = field(init=False)
     undo: OrderedDict[int, Undo] = field(factory=OrderedDict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 
 from attrs import define
 
@@ -129,20 +130,26 @@ class World:
                 objects += state == State.READY
                 leased += pages * (directory.objects.readers[entry] > 0)
                 assert directory.objects.readers[entry] == sum(entry in session.held for session in sessions)
+            tags = [0] * (arena.end - arena.base)
+            behind = -1
             for start, length in arena.free.runs():
+                assert start > behind, "free runs are not joined"
+                behind = start + length
+                tags[start] = tags[behind - 1] = length
                 for granule in range(start + arena.base, start + arena.base + length):
                     assert granule not in taken, "a free granule belongs to an object"
                     taken[granule] = "free"
                     header = arena.headers.read(granule)
                     assert header is None or header.state == State.FREE, "a freed header looks alive"
+            assert tags == [arena.free.run_at(granule) for granule in range(arena.end - arena.base)]
             assert len(taken) == arena.end - arena.base, "a granule is lost"
             assert (reserved, used, objects, leased) == (arena.reserved, arena.used, arena.objects, arena.leased)
             for session in sessions:
-                mine = [entry for entry in session.reserved | session.doomed if arena.base <= entry < arena.end]
+                mine = [entry for entry in (*session.reserved, *session.doomed) if arena.base <= entry < arena.end]
                 assert session.reserved_pages[arena.number] == sum(directory.objects.pages[entry] for entry in mine)
                 held = [entry for entry in session.held if arena.base <= entry < arena.end]
                 assert session.leased_pages[arena.number] == sum(directory.objects.pages[entry] for entry in held)
-        owned = [entry for session in sessions for entry in session.reserved | session.doomed]
+        owned = [entry for session in sessions for entry in (*session.reserved, *session.doomed)]
         assert len(owned) == len(set(owned)) == sum(state == State.RESERVED for state in directory.objects.state)
         for session in sessions:
             assert all(directory.objects.state[entry] in (State.READY, State.RETIRING) for entry in session.held)
@@ -170,24 +177,23 @@ class World:
     def check_shares(self) -> None:
         """What each namespace takes; objects that are gone from its index but not yet from the pool included."""
         objects = self.directory.objects
-        for namespace in self.directory.namespaces:
-            for arena in self.directory.arenas:
-                mine = [
-                    entry
-                    for entry in range(arena.base, arena.end)
-                    if objects.state[entry] != State.FREE and objects.home[entry] == namespace.number
-                ]
-                assert namespace.taken[arena.number] == sum(objects.pages[entry] for entry in mine)
-                reserved = [entry for entry in mine if objects.state[entry] == State.RESERVED]
-                assert namespace.reserved[arena.number] == sum(objects.pages[entry] for entry in reserved)
+        for arena in self.directory.arenas:
+            taken: Counter[int] = Counter()
+            reserved: Counter[int] = Counter()
+            for entry in range(arena.base, arena.end):
+                if objects.state[entry] != State.FREE:
+                    taken[objects.home[entry]] += objects.pages[entry]
+                if objects.state[entry] == State.RESERVED:
+                    reserved[objects.home[entry]] += objects.pages[entry]
+            for namespace in self.directory.namespaces:
+                assert namespace.taken[arena.number] == taken[namespace.number]
+                assert namespace.reserved[arena.number] == reserved[namespace.number]
 
     def check_children(self) -> None:
         objects = self.directory.objects
         alive = [entry for entry, state in enumerate(objects.state) if state in (State.RESERVED, State.READY)]
+        # A parent that is gone may have an heir in its place, of another generation.
+        children = Counter((objects.parent[child], objects.parent_generation[child]) for child in alive)
         for entry in alive:
-            count = sum(
-                objects.parent[child] == entry and objects.parent_generation[child] == objects.generation[entry]
-                for child in alive
-            )
-            assert objects.children[entry] == count
+            assert objects.children[entry] == children[entry, objects.generation[entry]]
             assert objects.parent[entry] in (NO_ENTRY, *range(objects.total))

@@ -103,7 +103,7 @@ def test_a_leased_neighbour_is_not_evicted():
         world.store(writer, [name])
     world.directory.acquire(reader, 1, keys(1, 1), False)
     assert world.store(writer, keys(10, 1), 2 * GRANULE) == b"\0"
-    assert world.directory.probe(reader, keys(0, 4)) == b"\0\1\0\0"
+    assert world.directory.probe(reader, keys(0, 4)) == b"\1\1\0\0", "what is hemmed in makes no room, and stays"
     world.check()
 
 
@@ -259,4 +259,18 @@ def test_what_is_being_written_or_was_hidden_by_a_reset_is_not_dropped_as_damage
     while not world.directory.drain(session.namespace, hidden, 100):
         pass
     assert world.directory.arenas[0].free.free == 4
+    world.check()
+
+
+def test_a_writer_that_is_gone_finishes_too_late():
+    world = World.of(4)
+    first, second = world.session(), world.session()
+    _, entries, generations = world.directory.reserve(first, keys(0, 4), (), GRANULE)
+    world.finish(first)
+    assert world.store(second, keys(0, 4)) == bytes(4)
+    for session in (first, second, world.session()):
+        assert world.directory.commit(session, entries, generations) == b"\1" * 4
+        assert world.directory.abort(session, entries, generations) == b"\1" * 4
+    assert (world.directory.arenas[0].used, world.directory.counters["stored"]) == (4, 4)
+    assert world.directory.probe(second, keys(0, 4)) == b"\1" * 4
     world.check()

@@ -198,7 +198,7 @@ class DirectoryModel(RuleBasedStateMachine):
         for who, old in enumerate(self.clients):
             session = self.world.sessions.get(old.id)
             mine = [item for item in self.writing if item[0] == who]
-            assert session.reserved | session.doomed == {item[1] for item in mine}
+            assert {*session.reserved, *session.doomed} == {item[1] for item in mine}
             if data.draw(st.booleans(), "dies"):
                 self.world.finish(session)
                 session = self.world.session(b"b" if who == 2 else b"a")

@@ -144,7 +144,7 @@ def test_killed_before_any_line(act):
             assert after.get(name) != place or found.get(name) == place, "something is lost that was never dropped"
         mine = again.sessions.get(writer.id)
         if act not in (committing, aborting):
-            assert reserved <= mine.reserved | mine.doomed, "pages that are being written were given away"
+            assert reserved <= {*mine.reserved, *mine.doomed}, "pages that are being written were given away"
         # What the reader leases is neither free nor reserved by somebody else.
         for name in keys(0, 2):
             entry, generation = before[writer.namespace.digest, name]
@@ -253,7 +253,7 @@ def test_what_became_something_else_is_not_held_again():
     again.directory.give_back(mine, [*lost, stored, outside])
     again.directory.resume_lease(mine, 1, [stored, outside, entries[0]], [generation + 1, 1, generations[0]])
     again.check()
-    assert mine.reserved == {entries[0]}
+    assert {*mine.reserved} == {entries[0]}
     assert not mine.held
     again.directory.resume_lease(mine, 1, [stored], [generation])
     again.check()

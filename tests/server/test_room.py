@@ -132,6 +132,21 @@ def test_leased_objects_stay():
     assert world.directory.probe(reader, keys(0, 400)) == b"\1" * 400
 
 
+def test_what_a_batch_has_taken_already_is_no_neighbour_to_evict():
+    """The pages of a reservation lead nowhere before it is entered: not to whoever was there before."""
+    world = World.of(14)
+    session, reader = world.session(), world.session()
+    for number, pages in enumerate((1, 1, 3, 2, 1, 1, 1, 4)):
+        assert world.store(session, keys(number, 1), pages * GRANULE) == b"\0"
+    world.directory.acquire(reader, 1, [key(1), key(6)], False)
+    world.directory.acquire(reader, 2, keys(0, 1), False)
+    world.directory.release(reader, 2, 1)
+    statuses, entries, _ = world.directory.reserve(session, keys(100, 2), (), 4 * GRANULE)
+    assert (bytes(statuses), entries.tolist()) == (b"\0\0", [2, 10])
+    assert world.directory.probe(session, keys(0, 1)) == b"\1", "it was used last, and lies elsewhere"
+    world.check()
+
+
 def test_what_is_larger_than_the_room_that_is_missing_stays():
     world = World.of(1000)
     session = world.session()

@@ -313,6 +313,20 @@ def test_preempted_requests_come_back_with_hits(engine_on: EngineOn, extra: dict
     check_store(store, [p + engine.answers[f"r{i}"] for i, p in enumerate(prompts)], lambda t: keys_of(engine, t))
 
 
+@pytest.mark.parametrize("extra", [{}, PARKED], ids=["sync", "parked"])
+def test_what_the_engine_has_itself_stays_leased_by_nobody(engine_on: EngineOn, extra: dict[str, Any]) -> None:
+    """R037: the same prompt again and again, of which the pool has no more than vLLM's own cache."""
+    store, tokens = FakeStore(), prompt(200)
+    engine = engine_on(store, extra=extra)
+    free = engine.free_blocks()
+    for index in range(50):
+        engine.add(f"again{index}", tokens, max_tokens=2)
+        engine.run()
+        assert engine.answers[f"again{index}"] == reference(tokens, 2)
+        settled(engine, free)
+    assert store.lookups == 1, "leased for nothing: the pool was asked for what vLLM has itself"
+
+
 def test_asking_again_costs_no_lookups(engine_on: EngineOn) -> None:
     """R091: vLLM asks on every step while allocation fails; the pool is asked once and one lease is held."""
     store, tokens = FakeStore(), prompt(200)

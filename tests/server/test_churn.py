@@ -1,0 +1,45 @@
+"""Objects of several models come and go at random, with crashes in between, and nothing is lost or taken twice."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.server.churn import Churn
+
+
+def run(seed: int, operations: int) -> Churn:
+    churn = Churn(seed)
+    try:
+        churn.run(operations)
+    except AssertionError as error:
+        raise AssertionError(f"seed {seed}, after {churn.done} operations") from error
+    return churn
+
+
+def check_hot_set(churn: Churn) -> None:
+    """What is asked for all the time is found as often in the end as in the beginning."""
+    rates = churn.hot_rates
+    part = max(1, len(rates) // 4)
+    begin, end = sum(rates[:part]) / part, sum(rates[-part:]) / part
+    assert begin > 0.8
+    # A few windows vary by some hundredths, as sieges and resets happen to fall.
+    assert end > begin - (0.1 if part < 10 else 0.03)
+
+
+def test_twenty_thousand_random_operations():
+    churn = run(1, 20_000)
+    for what in ("hits", "stored", "evicted", "skipped_no_room", "skipped_over_quota", "aborted", "deleted", "resets"):
+        assert churn.totals[what] > 0, f"{what}: it never happened"
+    check_hot_set(churn)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_million_random_operations():
+    begin = time.monotonic()
+    churn = run(int(begin), 1_000_000)
+    check_hot_set(churn)
+    rates = churn.hot_rates
+    print(f"{time.monotonic() - begin:.0f} s, {churn.totals}, hot set {min(rates):.3f}-{max(rates):.3f}")
