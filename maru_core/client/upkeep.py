@@ -31,6 +31,9 @@ GATHER_ITEMS = 10_000
 #: How long closing may take, seconds: for one message of the goodbye, and in all.
 FAREWELL = 0.3
 JOIN = 1.0
+#: The same for who cannot prove its death: what it held would stay taken for ever.
+FAREWELL_UNPROVEN = 3.0
+JOIN_UNPROVEN = 10.0
 
 
 class Upkeep:
@@ -78,10 +81,11 @@ class Upkeep:
         if link.closed:
             return
         self._may_end, self._goodbye_to = may_end, link.live
+        proven = self._goodbye_to is None or self._goodbye_to.proof is not None
         all_closed = link.close()
         link.inbox.put(None)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(JOIN)
+            self._thread.join(JOIN if proven else JOIN_UNPROVEN)
         # Terminating a context waits for its sockets, so only when all are closed; else the last one's end does it.
         if all_closed and not self._thread.is_alive():
             self._own.close()
@@ -246,7 +250,7 @@ class Upkeep:
                     arguments = [pack_u32(entry for entry, _ in part), pack_u32(generation for _, generation in part)]
                 else:
                     arguments = [pack_u64(part)]
-                timeout = FAREWELL if closing else PING_TIMEOUT
+                timeout = _farewell_of(session) if closing else PING_TIMEOUT
                 try:
                     self._request(op, session.epoch, session.id, arguments, timeout, closing)
                 except (ServerError, ProtocolError) as error:
@@ -263,10 +267,14 @@ class Upkeep:
                 if self._goodbye_to is session and self._may_end:
                     self._gather(0.0)
                     self._flush(session, closing=True)
-                    self._request(Op.BYE, session.epoch, session.id, (), FAREWELL, closing=True)
+                    self._request(Op.BYE, session.epoch, session.id, (), _farewell_of(session), closing=True)
             except MaruError as error:
                 self._link.note("debug", "goodbye not delivered", url=self._link.url, reason=str(error))
             if self._may_end:
                 self._link.guard.close(session.proof)
                 session.regions.close()
         self._own.close()
+
+
+def _farewell_of(session: Session) -> float:
+    return FAREWELL if session.proof is not None else FAREWELL_UNPROVEN

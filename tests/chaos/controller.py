@@ -481,6 +481,8 @@ class Chaos:
 
     def finish(self) -> dict[str, int]:
         """Let every client close, and see that nothing is left; the sums of what all clients counted."""
+        # Who cannot prove its death has to say goodbye, and for that it must have found the last server.
+        self._work(2.0)
         for client in self._clients:
             client.send(signal.SIGCONT)
             client.send(signal.SIGTERM)

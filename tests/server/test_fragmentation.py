@@ -231,8 +231,12 @@ def test_a_pool_that_is_leased_as_a_whole_says_so_and_rests(start_server, connec
     capacity = writer.stats()["pools"][0]["capacity"] // 4096
     assert not any(writer.store(column(0, capacity)))
     last, statuses, _ = reader.acquire(column(0, 1))
+    assert statuses == b"\1"
     _, others, _ = reader.acquire(column(1, capacity - 1))
-    assert statuses + others == b"\1" * capacity
+    # While nobody asks, the server makes a little room ahead: an object that is gone is stored and leased again.
+    for gone in [at for at, status in enumerate(others, 1) if status != Presence.READY]:
+        assert writer.store(column(gone, 1)) == b"\0"
+        assert reader.acquire(column(gone, 1))[1] == b"\1"
     waits = []
     for attempt in range(20):
         begin = time.monotonic()
