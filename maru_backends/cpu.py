@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import stat
+import struct
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -37,12 +38,18 @@ _OWNER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _UNKNOWN_BOOT: Final = bytes(16)
 _FOLDER: Final = "maru-"
 _FILE: Final = "pool-"
+_KEPT: Final = ".kept"
 #: File systems whose files are memory of the host. Pages of hugetlbfs were set apart before and are counted by itself.
 _MEMORY_FILESYSTEMS: Final = ("tmpfs", "ramfs", "devtmpfs", "")
 #: How long to wait, in seconds, for another server that allocates its pool in the same place.
 _TURN_TIMEOUT: Final = 60.0
 #: How often, 10 ms apart, a lock is tried that others hold for a moment only.
 _LOOKS: Final = 100
+
+
+def _mark(location: str) -> Path:
+    """The file that says that a pool was left for the next server."""
+    return Path(location + _KEPT)
 
 
 class CpuPool:
@@ -58,10 +65,12 @@ class CpuPool:
         return self._region
 
     def leave(self) -> None:
-        """Unmap the pool and give up the lock; the file stays."""
+        """Unmap the pool and give up the lock; the file stays, and nobody takes it for an orphan."""
         fd, self._fd = self._fd, None
         if fd is not None:
             self._region.close()
+            with suppress(OSError):  # a full disk: then it is only safe while an engine uses it
+                _mark(self._region.descriptor.location).touch(0o600)
             os.close(fd)
 
     def destroy(self) -> None:
@@ -76,6 +85,7 @@ class CpuPool:
             held = os.fstat(fd)
             if (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino):
                 path.unlink()
+                _mark(str(path)).unlink(missing_ok=True)
         with suppress(OSError):  # not empty: another pool of this owner is in there
             path.parent.rmdir()
         os.close(fd)
@@ -110,6 +120,7 @@ class CpuBackend:
                 location = root.resolve() / folder / name
                 descriptor = _plan(request, str(location), os.fstatvfs(folder_fd).f_bsize)
                 _remove_stale(folder_fd, name, location)
+                _mark(str(location)).unlink(missing_ok=True)
                 self._check_room(descriptor, folder_fd, root)
                 return _allocate(folder_fd, name, descriptor)
 
@@ -131,6 +142,8 @@ class CpuBackend:
         finally:
             if pool is None:
                 os.close(fd)
+            else:
+                _mark(str(location)).unlink(missing_ok=True)
         return pool
 
     def map_region(self, descriptor: PoolDescriptor) -> MappedRegion:
@@ -196,6 +209,8 @@ def _existing(fd: int, request: PoolRequest, location: str, page: int) -> PoolDe
     block = unpack_superblock(os.pread(fd, SUPERBLOCK_SIZE, 0))
     if block.boot_id != _boot_id() or block.boot_id == _UNKNOWN_BOOT:
         raise BackendError("it was made before this host was started, or the host does not say when that was")
+    if block.place != _place(fd):
+        raise BackendError("it is a copy: engines that go on with the pool write to the original")
     wanted = _plan(request, location, page)
     found = (status.st_size, block.granule, block.entry_count, block.table_offset, block.data_offset)
     asked = (wanted.size, wanted.granule, wanted.entry_count, wanted.table_offset, wanted.data_offset)
@@ -227,6 +242,7 @@ def _allocate(folder_fd: int, name: str, descriptor: PoolDescriptor) -> CpuPool:
             data_offset=descriptor.data_offset,
             identity=descriptor.identity,
             boot_id=_boot_id(),
+            place=_place(fd),
         )
         # Last, so that whoever finds a valid superblock finds a whole pool.
         packed = pack_superblock(block)
@@ -240,6 +256,12 @@ def _allocate(folder_fd: int, name: str, descriptor: PoolDescriptor) -> CpuPool:
             os.unlink(name, dir_fd=folder_fd)
         os.close(fd)
         raise
+
+
+def _place(fd: int) -> bytes:
+    """Which file of this boot it is."""
+    status = os.fstat(fd)
+    return struct.pack("<QQ", status.st_dev, status.st_ino)
 
 
 def _boot_id() -> bytes:
@@ -311,8 +333,8 @@ def _turn(root_fd: int) -> Iterator[bool]:
 def _remove_orphans(root_fd: int) -> None:
     """Remove pools of this user whose owner is dead: their memory would be missing for ever.
 
-    Not while an engine uses one: its server may come back for it. The lock is the proof of death and the superblock
-    that it is a pool: a name alone is neither.
+    Not while an engine uses one, nor when a server left it on purpose: the next one may come back for it. The lock is
+    the proof of death and the superblock that it is a pool: a name alone is neither.
     """
     for entry in os.listdir(root_fd):
         if not entry.startswith(_FOLDER):
@@ -322,7 +344,10 @@ def _remove_orphans(root_fd: int) -> None:
         except OSError:  # of another user, or gone in the meantime
             continue
         try:
-            pools = [name for name in os.listdir(fd) if name.startswith(_FILE) and _is_pool(fd, name)]
+            names = os.listdir(fd)
+            pools = [name for name in names if name.startswith(_FILE) and _is_pool(fd, name)]
+            if any(name.endswith(_KEPT) for name in names):
+                continue
             if pools and os.fstat(fd).st_uid == os.geteuid() and not _in_use(fd):
                 for name in pools:
                     _remove_unlocked(fd, name)

@@ -25,15 +25,15 @@ from attrs import frozen
 from maru_core.errors import BackendError
 
 MAGIC: Final = b"MARUPOOL"
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 SUPERBLOCK_SIZE: Final = 4096
 HEADER_SIZE: Final = 128
 KEY_SIZE: Final = 32
 DIGEST_SIZE: Final = 16
 NO_KEY: Final = bytes(KEY_SIZE)
 
-#: magic, format version, granule, entry_count, table_offset, data_offset, identity, boot id; CRC-32 last.
-_SUPERBLOCK = struct.Struct("<8sIIQQQ16s16s")
+#: magic, format version, granule, entry_count, table_offset, data_offset, identity, boot id, place; CRC-32 last.
+_SUPERBLOCK = struct.Struct("<8sIIQQQ16s16s16s")
 _CRC = struct.Struct("<I")
 
 #: Everything of a header after its CRC: state, 3 spare bytes, generation, length, session, checksum, namespace
@@ -74,7 +74,10 @@ class Header:
 
 @frozen
 class Superblock:
-    """Geometry and identity of a pool. ``granule`` and offsets in bytes; ``identity`` is new at every cold start."""
+    """Geometry and identity of a pool. ``granule`` and offsets in bytes; ``identity`` is new at every cold start.
+
+    ``place`` says which memory it was made in, in the backend's terms: a copy of the bytes is another pool.
+    """
 
     granule: int
     entry_count: int
@@ -82,6 +85,7 @@ class Superblock:
     data_offset: int
     identity: bytes
     boot_id: bytes
+    place: bytes = bytes(16)
 
 
 def plan_pool(size: int, granule: int, alignment: int = 4096) -> tuple[int, int]:
@@ -115,6 +119,7 @@ def pack_superblock(block: Superblock) -> bytes:
         block.data_offset,
         block.identity,
         block.boot_id,
+        block.place,
     )
     return body + _CRC.pack(zlib.crc32(body))
 
@@ -125,10 +130,10 @@ def unpack_superblock(raw: bytes | memoryview) -> Superblock:
     crc = bytes(raw[_SUPERBLOCK.size : _SUPERBLOCK.size + _CRC.size])
     if len(body) < _SUPERBLOCK.size or crc != _CRC.pack(zlib.crc32(body)):
         raise BackendError("the pool has no valid superblock; it was not made by Maru or is damaged")
-    magic, version, granule, count, table, data, identity, boot = _SUPERBLOCK.unpack(body)
+    magic, version, granule, count, table, data, identity, boot, place = _SUPERBLOCK.unpack(body)
     if magic != MAGIC or version != FORMAT_VERSION:
         raise BackendError(f"the pool has format {magic!r} version {version}, this Maru needs {FORMAT_VERSION}")
-    return Superblock(granule, count, table, data, identity, boot)
+    return Superblock(granule, count, table, data, identity, boot, place)
 
 
 def pack_header(header: Header) -> bytes:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -297,9 +298,33 @@ def test_a_pool_that_an_engine_uses_waits_for_its_server(tmp_path: Path) -> None
     assert pool is not None
     assert pool.region.descriptor.identity == identity
     pool.leave()
+    block.with_name("pool-0.kept").unlink()  # as if it had been killed
     client.close()
     backend.create_pool(ask_in(tmp_path)).destroy()
     assert not block.exists()
+
+
+def test_a_pool_that_was_left_on_purpose_is_no_orphan(tmp_path: Path) -> None:
+    backend = CpuBackend()
+    pool = backend.create_pool(ask_in(tmp_path, owner="gone"))
+    pool.leave()
+    backend.create_pool(ask_in(tmp_path)).destroy()
+    again = backend.adopt_pool(ask_in(tmp_path, owner="gone"))
+    assert again is not None
+    assert sorted(path.name for path in (tmp_path / "maru-gone").iterdir()) == ["pool-0"]
+    again.leave()
+    backend.create_pool(ask_in(tmp_path, owner="gone")).destroy()
+    assert list(tmp_path.iterdir()) == [], "a new pool of this owner takes its place, and nothing is left of either"
+
+
+def test_a_copy_is_not_taken_for_the_pool_that_engines_have_mapped(tmp_path: Path) -> None:
+    backend = CpuBackend()
+    pool = backend.create_pool(ask_in(tmp_path))
+    path = Path(pool.region.descriptor.location)
+    pool.leave()
+    shutil.copy2(path, tmp_path / "copy")
+    os.replace(tmp_path / "copy", path)
+    assert backend.adopt_pool(ask_in(tmp_path)) is None
 
 
 def _descriptor(ask: PoolRequest, path: Path, identity: bytes) -> PoolDescriptor:
