@@ -90,6 +90,7 @@ class Directory:
     def unlisted(self, session: Session, entries: Sequence[int], generations: Sequence[int]) -> list[int]:
         """First entries of what ``session`` has reserved and does not list."""
         self._postponed.settle()
+        self._room.withheld.claim(session.id, filter(self.objects.is_free, entries))
         return self._reservations.unlisted(session, entries, generations)
 
     def give_back(self, session: Session, entries: Sequence[int]) -> None:
@@ -100,6 +101,7 @@ class Directory:
     def resume_lease(self, session: Session, lease: int, entries: Sequence[int], generations: Sequence[int]) -> None:
         """A recovered session still reads these, under ``lease``; those that are something else now are left out."""
         self._postponed.settle()
+        self._room.withheld.claim(session.id, filter(self.objects.is_free, entries))
         self._leases.resume(session, lease, entries, generations)
 
     def wish_quota(self, namespace: NamespaceState, quota: int) -> None:
@@ -302,6 +304,7 @@ class Directory:
     def end_session(self, session: Session, limit: int) -> bool:
         """Free at most ``limit`` things that a closed session holds; whether that was all of them."""
         self._postponed.settle()
+        self._room.withheld.end(session.id)
         if not self._reservations.drop(session, limit):
             self._leases.drop(session, limit)
         return not (session.reserved or session.doomed or session.held)

@@ -63,6 +63,10 @@ class Objects:
         #: Tag of the key (:func:`maru_core.server.index.tags_of`); the key itself is in the header.
         self.tag = array("I", bytes(4 * total))
 
+    def is_free(self, entry: int) -> bool:
+        """Whether there is no object at ``entry``, which may be any number."""
+        return entry >= self.total or self.state[entry] == FREE
+
     def arena_of(self, entry: int) -> Arena:
         """The pool that ``entry`` is in."""
         return self._single or self.arenas[bisect_right(self._bases, entry) - 1]

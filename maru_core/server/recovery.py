@@ -3,8 +3,8 @@
 Every header that holds is believed: READY objects are served again, RESERVED pages stay with the session that was
 writing them, RETIRING ones stay until nobody can be reading them. A header whose CRC does not hold was being written
 when the server died: nobody had been told of that object yet, or its writer had finished and was not told that it is
-stored. Its pages are free. Anything else that does not fit together means
-that the table is not what a server leaves behind, and nothing of it is used.
+stored. Its pages are free, though not at once (:mod:`.withheld`). Anything else that does not fit together means that the
+table is not what a server leaves behind, and nothing of it is used.
 """
 
 from __future__ import annotations
@@ -69,11 +69,13 @@ class Recovery:
         objects = self._objects
         objects.generation[arena.base : arena.end] = arena.headers.generations()
         gaps: list[tuple[int, int]] = []
+        torn: list[int] = []
         behind = arena.base
         for entry, fields in arena.headers.scan():
             if fields is None:
                 self._found.torn += 1
                 arena.headers.clear(entry)
+                torn.append(entry)
                 continue
             state, generation, length, writer, _, digest, weights_epoch, parent, key = fields
             pages = arena.pages_for(length)
@@ -83,7 +85,7 @@ class Recovery:
                     f"cannot be: entries up to {behind} are taken, the pool ends at {arena.end}"
                 )
             if entry > behind:
-                gaps.append((behind - arena.base, entry - behind))
+                gaps.append(self._gap(arena, behind, entry, torn))
             behind = entry + pages
             namespace = self._namespaces.of_digest(digest)
             objects.pages[entry] = pages
@@ -105,8 +107,17 @@ class Recovery:
                 entries.append(entry)
                 parents += parent
         if behind < arena.end:
-            gaps.append((behind - arena.base, arena.end - behind))
-        arena.free = Allocator.of_runs(arena.end - arena.base, gaps)
+            gaps.append(self._gap(arena, behind, arena.end, torn))
+        arena.free = Allocator.of_runs(arena.end - arena.base, [gap for gap in gaps if gap[1]])
+
+    def _gap(self, arena: Arena, start: int, end: int, torn: list[int]) -> tuple[int, int]:
+        """The free granules from ``start``, up to the first of the ``torn`` headers before ``end``; forgets those."""
+        inside = [entry for entry in torn if start <= entry]
+        torn.clear()
+        if inside:
+            self._room.withheld.add(arena, inside[0], end - inside[0])
+            end = inside[0]
+        return start - arena.base, end - start
 
     def _ready(self, arena: Arena, entry: int, namespace: NamespaceState) -> None:
         objects = self._objects

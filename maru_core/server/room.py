@@ -14,6 +14,7 @@ from maru_core.protocol.messages import NO_ENTRY
 from maru_core.server.arena import Arena
 from maru_core.server.namespaces import Namespaces, NamespaceState
 from maru_core.server.objects import FREE, READY, RETIRING, Objects, Run
+from maru_core.server.withheld import Withheld
 
 #: Victims that may be evicted one after the other without making room for one object before it is skipped.
 _MAX_FRUITLESS = 64
@@ -60,6 +61,7 @@ class Room:
         self._most_ahead = int(sum(arena.end - arena.base for arena in self._arenas) * ahead_share)
         #: While set nothing is evicted and nothing that was stored is freed: somebody unknown may still read it.
         self.frozen = False
+        self.withheld = Withheld()
         #: RETIRING objects without a known reader that are freed when that is over.
         self._kept: list[int] = []
         #: Length in bytes and number of the objects that room is made ahead for; none when there is nothing to do.
@@ -253,6 +255,7 @@ class Room:
     def thaw(self, limit: int) -> bool:
         """Nothing is frozen any more: free at most ``limit`` objects that were kept; whether that was all of them."""
         self.frozen = False
+        self.withheld.give_unclaimed()
         part = self._kept[-limit:]
         del self._kept[-limit:]
         objects = self._objects

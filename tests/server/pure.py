@@ -142,6 +142,12 @@ class World:
                     header = arena.headers.read(granule)
                     assert header is None or header.state == State.FREE, "a freed header looks alive"
             assert tags == [arena.free.run_at(granule) for granule in range(arena.end - arena.base)]
+            for pool, start, length in directory._room.withheld:
+                if pool is arena:
+                    used += length
+                    for granule in range(start, start + length):
+                        assert granule not in taken, "a withheld granule is in use"
+                        taken[granule] = "withheld"
             assert len(taken) == arena.end - arena.base, "a granule is lost"
             assert (reserved, used, objects, leased) == (arena.reserved, arena.used, arena.objects, arena.leased)
             for session in sessions:

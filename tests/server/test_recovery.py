@@ -280,3 +280,38 @@ def test_nothing_is_freed_while_somebody_is_awaited():
     assert again.directory.thaw(1) is True
     assert again.store(newcomer, keys(9, 2)) == bytes(2)
     again.check()
+
+
+@pytest.mark.parametrize("use", ["writes", "reads", "nothing"])
+def test_pages_behind_a_damaged_header_wait_for_whoever_uses_them(use):
+    """A header that was damaged looks like one that was torn; its object may be in use all the same."""
+    world = World.of(16)
+    session = world.session()
+    _, entries, generations = world.directory.reserve(session, tuple(keys(0, 1)), (), 3 * GRANULE)
+    world.directory.reserve(session, tuple(keys(10, 1)), (), GRANULE)
+    if use == "reads":
+        world.directory.commit(session, entries, generations)
+    table = bytearray(world.tables[0])
+    table[entries[0] * HEADER_SIZE + 40] ^= 1
+    again = world.reborn(tables=[table])
+    again.check()
+    mine, other = again.sessions.get(session.id), again.session()
+    assert again.store(other, keys(20, 16)).count(0) == 12, "all but the three behind the damage and the reserved one"
+    listed = ([entries[0]], [generations[0]])
+    if use == "writes":
+        again.directory.give_back(mine, again.directory.unlisted(mine, *listed))
+        assert again.directory.commit(mine, array("I", listed[0]), array("I", listed[1])) == b"\1"
+    elif use == "reads":
+        again.directory.resume_lease(mine, 1, *listed)
+    while not again.directory.thaw(10):
+        pass
+    again.check()
+    again.store(other, keys(40, 16))
+    taken = {entry for _, (entry, _) in again.ready().items()}
+    behind = set(range(entries[0], entries[0] + 3))
+    assert taken.isdisjoint(behind) is (use != "nothing")
+    again.finish(mine)
+    again.check()
+    again.store(other, keys(60, 16))
+    assert behind <= {entry for _, (entry, _) in again.ready().items()}
+    again.check()
