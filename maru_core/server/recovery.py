@@ -3,8 +3,8 @@
 Every header that holds is believed: READY objects are served again, RESERVED pages stay with the session that was
 writing them, RETIRING ones stay until nobody can be reading them. A header whose CRC does not hold was being written
 when the server died: nobody had been told of that object yet, or its writer had finished and was not told that it is
-stored. Its pages are free, though not at once (:mod:`.withheld`). Anything else that does not fit together means that the
-table is not what a server leaves behind, and nothing of it is used.
+stored. Its pages are free, though not at once (:mod:`.withheld`). Anything else that does not fit together means that
+the table is not what a server leaves behind, and nothing of it is used.
 """
 
 from __future__ import annotations
