@@ -33,8 +33,10 @@ _STRETCHES_PER_OBJECT: Final = 1 / 16
 _MAX_WALKS: Final = 4096
 #: Seconds of use that share a bucket, at least; doubled while there are more buckets than the second figure, and halved
 #: while there are less than half of them.
-_BUCKET: Final = 2.0
+_BUCKET: Final = 0.125
 _MANY_BUCKETS: Final = 1024
+#: Seconds after which the buckets are ordered again.
+_REORDERED: Final = 2.0
 #: Tables that are made anew in one call.
 _MAX_REFRESHED: Final = 4
 #: What is worth one expected use per second.
@@ -344,7 +346,11 @@ class ReusePolicy:
         """The first of the ranking that holds something."""
         now = self._clock()
         learned = self._places.guard.learned
-        if self._until_ranking <= 0 or now - self._ranked_at > self._span or learned != self._ranked_learned:
+        if (
+            self._until_ranking <= 0
+            or now - self._ranked_at > max(_REORDERED, self._span)
+            or learned != self._ranked_learned
+        ):
             self._rank(now)
         ranking = self._ranking
         while ranking:
