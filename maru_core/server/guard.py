@@ -17,12 +17,13 @@ from typing import Final
 #: Of larger pools only a sample of keys is looked at: at least about as many as this, and at most one in 256.
 _SAMPLE: Final = 32_768
 _MOST_SHIFT: Final = 8
-#: The part of all lookups that trying the learned order may cost.
+#: What trying the learned order may cost: the part of all lookups, and of those for what was there and is lost.
 _ALLOWANCE: Final = 0.001
+_ALLOWANCE_LOST: Final = 0.02
 #: Parts of the pool: the most credit and debt that count, and the credit at which the learned order is followed again.
-_MOST_CREDIT: Final = 0.25
-_MOST_DEBT: Final = 1.0
-_ENOUGH: Final = 1 / 64
+_MOST_CREDIT: Final = 4.0
+_MOST_DEBT: Final = 0.5
+_ENOUGH: Final = 1 / 1024
 #: How fast the size of the pool in objects is forgotten when it holds less, per eviction.
 _FADE: Final = 1 / 4096
 
@@ -41,10 +42,13 @@ class Guard:
         self._credit = 0.0
         self._ghost: OrderedDict[bytes, None] = OrderedDict()
         #: Whether the learned order is to be followed.
-        self.learned = True
+        self.learned = False
 
-    def looked_up(self, namespace: int, keys: Sequence[bytes], found: int, whole: bool) -> None:
-        """The first ``found`` of ``keys``, a chain, are about to be read; ``whole``: all of them from this pool."""
+    def looked_up(self, namespace: int, keys: Sequence[bytes], found: int, known: int, whole: bool) -> None:
+        """The first ``found`` of ``keys``, a chain, are about to be read; ``whole``: all of them from this pool.
+
+        The first ``known`` were asked for before.
+        """
         ghost, mask = self._ghost, self._mask
         suffix = namespace.to_bytes(8, "big") if namespace else b""
         ahead = behind = looked = 0
@@ -62,7 +66,9 @@ class Guard:
             elif at < found and whole:
                 ghost[key] = None
                 ahead += 1
-        self._count_in(ahead - behind + _ALLOWANCE * looked)
+        lost = max(0, known - found) / (1 << self._shift)
+        # Where nothing is lost, no order can be better.
+        self._count_in(ahead - behind + min(_ALLOWANCE * looked, _ALLOWANCE_LOST * lost))
 
     def stored(self, namespace: int, keys: Sequence[bytes], absent: Sequence[bool], asked: int) -> None:
         """``keys`` are to be stored, or would be by another order; not those that go to another pool (``absent``).

@@ -147,7 +147,7 @@ class ReusePolicy:
         self._popped: dict[int, _Bucket] = {}
         self._until_ranking = 0
         self._ranked_at = -math.inf
-        self._ranked_learned = True
+        self._ranked_learned = False
         #: Seconds of use that share a bucket now, and since when.
         self._span = _BUCKET
         self._span_set = -math.inf
@@ -158,7 +158,6 @@ class ReusePolicy:
         if not keys:
             return
         now = self._clock()
-        self._places.guard.looked_up(self._number, keys, found, len(entries) == found)
         stretches = self._stretches
         walk = self._walks.pop(after, None) if after is not None else None
         depth = walk.depth if walk is not None else 0
@@ -175,6 +174,7 @@ class ReusePolicy:
                 elif walk is None:
                     goes_on, turn, gap = False, 1, -1.0
         known = max(known, found)
+        self._places.guard.looked_up(self._number, keys, found, known, len(entries) == found)
         kind = None
         if known:
             kind = self._kind(_FOUND if goes_on else _SHARED, turn, gap, depth + len(keys), now)
