@@ -24,6 +24,8 @@ _ALLOWANCE_LOST: Final = 0.02
 _MOST_CREDIT: Final = 4.0
 _MOST_DEBT: Final = 0.5
 _ENOUGH: Final = 1 / 1024
+#: Requests that are learned from before the learned order is followed.
+_LEAST_REQUESTS: Final = 512
 #: How fast the size of the pool in objects is forgotten when it holds less, per eviction.
 _FADE: Final = 1 / 4096
 
@@ -31,7 +33,7 @@ _FADE: Final = 1 / 4096
 class Guard:
     """Of one pool with ``count`` places, for all its namespaces, which are told apart by a number."""
 
-    __slots__ = ("_count", "_credit", "_ghost", "_mask", "_shift", "_size", "learned")
+    __slots__ = ("_count", "_credit", "_ghost", "_mask", "_requests", "_shift", "_size", "learned")
 
     def __init__(self, count: int) -> None:
         self._shift = min(_MOST_SHIFT, (count // _SAMPLE).bit_length())
@@ -40,6 +42,7 @@ class Guard:
         #: Objects that the pool holds when it is full; 0 before it was.
         self._size = 0.0
         self._credit = 0.0
+        self._requests = 0
         self._ghost: OrderedDict[bytes, None] = OrderedDict()
         #: Whether the learned order is to be followed.
         self.learned = False
@@ -66,6 +69,7 @@ class Guard:
             elif at < found and whole:
                 ghost[key] = None
                 ahead += 1
+        self._requests += known > 0
         lost = max(0, known - found) / (1 << self._shift)
         # Where nothing is lost, no order can be better.
         self._count_in(ahead - behind + min(_ALLOWANCE * looked, _ALLOWANCE_LOST * lost))
@@ -100,4 +104,4 @@ class Guard:
         while len(ghost) > size:
             ghost.popitem(last=False)
         self._credit = credit = max(-_MOST_DEBT * size, min(self._credit + credit, _MOST_CREDIT * size))
-        self.learned = credit >= (0 if self.learned else _ENOUGH * size)
+        self.learned = self._requests >= _LEAST_REQUESTS and credit >= (0 if self.learned else _ENOUGH * size)
