@@ -24,7 +24,7 @@ STARTS: Final = EDGES[1:]
 _PRIOR_WEIGHT: Final = 50.0
 _WIDER_WEIGHT: Final = 6.0
 #: Under the prior, what was used just now comes back this many seconds later.
-PRIOR_TIME: Final = 10.0
+_PRIOR_TIME: Final = 10.0
 #: Seconds between new tables of one kind; and after which what was counted counts half.
 _REFRESH: Final = 20.0
 _HALF_LIFE: Final = 4 * 3600.0
@@ -57,7 +57,7 @@ class Kind:
         self._begun = self._length = 0.0
         self._made = now
         if wider is None:
-            self._rate = [1 / (edge + PRIOR_TIME) for edge in EDGES[:BINS]]
+            self._rate = [1 / (edge + _PRIOR_TIME) for edge in EDGES[:BINS]]
             self.worth = [*self._rate, self._rate[-1]]
         else:
             self._rate, self.worth = wider._rate, wider.worth
@@ -116,7 +116,7 @@ class Kind:
         prior_weight = _PRIOR_WEIGHT if self.wider is None else _WIDER_WEIGHT
         prior_weight *= self._length / self._begun if self._begun else 1.0
         for at in range(BINS - 1, -1, -1):
-            prior = 1 / (EDGES[at] + PRIOR_TIME) if self.wider is None else self.wider._rate[at]
+            prior = 1 / (EDGES[at] + _PRIOR_TIME) if self.wider is None else self.wider._rate[at]
             time = waited[at] + beyond * (EDGES[at + 1] - EDGES[at])
             rate[at] = (self._used[at] + prior_weight) / (time + prior_weight / max(prior, 1e-9))
             beyond += ended[at]

@@ -24,7 +24,7 @@ from typing import Final
 from maru_core.contracts import NewPolicy
 from maru_core.protocol.messages import NO_ENTRY
 from maru_core.server.guard import Guard
-from maru_core.server.hazard import PRIOR_TIME, STARTS, Kind
+from maru_core.server.hazard import STARTS, Kind
 
 #: Stretches that are remembered: at least, and per object that is held.
 _LEAST_STRETCHES: Final = 16384
@@ -174,7 +174,7 @@ class ReusePolicy:
                 elif walk is None:
                     goes_on, turn, gap = False, 1, -1.0
         known = max(known, found)
-        self._places.guard.looked_up(self._number, keys, found, known, len(entries) == found)
+        self._places.guard.looked_up(self._number, keys, found, known, len(entries) == found, after)
         kind = None
         if known:
             kind = self._kind(_FOUND if goes_on else _SHARED, turn, gap, depth + len(keys), now)
@@ -197,7 +197,7 @@ class ReusePolicy:
         now = self._clock()
         walk = self._walk_at(keys, parent)
         asked = max(0, walk.asked - walk.depth) if walk is not None else 0
-        self._places.guard.stored(self._number, keys, [entry == NO_ENTRY for entry in entries], asked)
+        self._places.guard.stored(self._number, keys, [entry == NO_ENTRY for entry in entries], asked, parent)
         old = min(len(keys), max(0, walk.known - walk.depth)) if walk is not None and walk.kind is not None else 0
         if old:
             assert walk is not None
@@ -436,10 +436,10 @@ class ReusePolicy:
         heapq.heappush(self._ranking, (self._value(bucket, now), bucket.time, self._serial, bucket))
 
     def _value(self, bucket: _Bucket, now: float) -> int:
-        age = now - bucket.time
         if not self._places.guard.learned:
-            return int(_SCALE / (max(0.0, age) + PRIOR_TIME))
-        return int(bucket.kind.worth[bisect_right(STARTS, age)] * _SCALE)
+            # Least recently used, and the same at any time, so that namespaces can be compared.
+            return int(bucket.time * 1000)
+        return int(bucket.kind.worth[bisect_right(STARTS, now - bucket.time)] * _SCALE)
 
     def _rank(self, now: float) -> None:
         """Order the buckets by what their objects are worth now."""
