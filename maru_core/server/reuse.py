@@ -34,9 +34,10 @@ _MAX_WALKS: Final = 4096
 #: Seconds of use that share a bucket, at least; doubled while there are more buckets than the second figure, and halved
 #: while there are less than half of them.
 _BUCKET: Final = 0.125
-_MANY_BUCKETS: Final = 1024
-#: Seconds after which the buckets are ordered again.
+_MANY_BUCKETS: Final = 512
+#: Seconds after which the buckets are ordered again: at least, and per bucket.
 _REORDERED: Final = 2.0
+_REORDERED_PER_BUCKET: Final = 0.002
 #: Tables that are made anew in one call.
 _MAX_REFRESHED: Final = 4
 #: What is worth one expected use per second.
@@ -146,11 +147,12 @@ class ReusePolicy:
         #: Victims of the last call of ``pop``, for ``park``.
         self._popped: dict[int, _Bucket] = {}
         self._until_ranking = 0
-        self._ranked_at = -math.inf
+        self._ranked_until = -math.inf
         self._ranked_learned = False
-        #: Seconds of use that share a bucket now, and since when.
+        #: Seconds of use that share a bucket now.
         self._span = _BUCKET
-        self._span_set = -math.inf
+        #: Buckets at which there are too many for that.
+        self._limit = _MANY_BUCKETS
 
     # -- what requests do ----------------------------------------------------------------------------------------------
 
@@ -346,11 +348,8 @@ class ReusePolicy:
         """The first of the ranking that holds something."""
         now = self._clock()
         learned = self._places.guard.learned
-        if (
-            self._until_ranking <= 0
-            or now - self._ranked_at > max(_REORDERED, self._span)
-            or learned != self._ranked_learned
-        ):
+        # Least recently used is the same order at any time.
+        if learned != self._ranked_learned or now >= self._ranked_until or (learned and self._until_ranking <= 0):
             self._rank(now)
         ranking = self._ranking
         while ranking:
@@ -430,10 +429,18 @@ class ReusePolicy:
         """See to it that victims are looked for in ``bucket``."""
         if bucket.listed or bucket is self._returned:
             return
+        if len(self._buckets) >= self._limit:
+            self._thin_out(now)
         bucket.listed = True
         self._buckets[bucket] = None
         self._serial += 1
         heapq.heappush(self._ranking, (self._value(bucket, now), bucket.time, self._serial, bucket))
+
+    def _thin_out(self, now: float) -> None:
+        """Forget empty buckets, and make fewer from now on if that does not help."""
+        self._rank(now)
+        if len(self._buckets) > _MANY_BUCKETS:
+            self._span *= 2
 
     def _value(self, bucket: _Bucket, now: float) -> int:
         if not self._places.guard.learned:
@@ -453,15 +460,19 @@ class ReusePolicy:
         for kind in sorted(stale, key=Kind.made)[:_MAX_REFRESHED]:
             kind.refresh(now)
         self._buckets = dict.fromkeys(kept)
-        self._ranking = [(self._value(bucket, now), bucket.time, at, bucket) for at, bucket in enumerate(kept)]
+        learned = self._places.guard.learned
+        if learned:
+            self._ranking = [
+                (int(bucket.kind.worth[bisect_right(STARTS, now - bucket.time)] * _SCALE), bucket.time, at, bucket)
+                for at, bucket in enumerate(kept)
+            ]
+        else:
+            self._ranking = [(int(bucket.time * 1000), bucket.time, at, bucket) for at, bucket in enumerate(kept)]
         heapq.heapify(self._ranking)
         self._serial = len(kept)
-        self._until_ranking = max(_LEAST_RANKED, len(kept) // 4)
-        self._ranked_at = now
-        self._ranked_learned = self._places.guard.learned
-        if len(kept) > _MANY_BUCKETS and now - self._span_set > self._span:
-            self._span *= 2
-            self._span_set = now
-        elif len(kept) < _MANY_BUCKETS // 2:
+        self._until_ranking = max(_LEAST_RANKED, len(kept) // 2)
+        self._ranked_until = now + max(_REORDERED, self._span, _REORDERED_PER_BUCKET * len(kept))
+        self._ranked_learned = learned
+        self._limit = max(_MANY_BUCKETS, len(kept) + _MANY_BUCKETS // 2)
+        if len(kept) < _MANY_BUCKETS // 2:
             self._span = max(_BUCKET, self._span / 2)
-            self._span_set = now
