@@ -33,11 +33,25 @@ _FADE: Final = 1 / 65_536
 
 
 class Guard:
-    """Of one pool with ``count`` places, for all its namespaces, which are told apart by a number."""
+    """Of one pool with ``count`` places, for all its namespaces, which are told apart by a number.
 
-    __slots__ = ("_count", "_credit", "_ghost", "_mask", "_parts", "_requests", "_shift", "_size", "learned")
+    ``trusting``: the learned order is always followed, for comparison.
+    """
 
-    def __init__(self, count: int) -> None:
+    __slots__ = (
+        "_count",
+        "_credit",
+        "_ghost",
+        "_mask",
+        "_parts",
+        "_requests",
+        "_shift",
+        "_size",
+        "_trusting",
+        "learned",
+    )
+
+    def __init__(self, count: int, trusting: bool = False) -> None:
         self._shift = min(_MOST_SHIFT, (count // _SAMPLE).bit_length())
         self._mask = (1 << self._shift) - 1
         self._count = count
@@ -49,7 +63,8 @@ class Guard:
         #: What was looked at of requests that may go on, by their namespace and the last key so far.
         self._parts: OrderedDict[tuple[int, bytes | None], list[bytes]] = OrderedDict()
         #: Whether the learned order is to be followed.
-        self.learned = False
+        self._trusting = trusting
+        self.learned = trusting
 
     def looked_up(
         self, namespace: int, keys: Sequence[bytes], found: int, known: int, whole: bool, after: bytes | None = None
@@ -125,4 +140,5 @@ class Guard:
         while len(ghost) > size:
             ghost.popitem(last=False)
         self._credit = credit = max(-_MOST_DEBT * size, min(self._credit + credit, _MOST_CREDIT * size))
-        self.learned = self._requests >= _LEAST_REQUESTS and credit >= (0 if self.learned else _ENOUGH * size)
+        enough = self._requests >= _LEAST_REQUESTS and credit >= (0 if self.learned else _ENOUGH * size)
+        self.learned = enough or self._trusting

@@ -106,21 +106,24 @@ class _Places:
 
     __slots__ = ("base", "bucket", "buckets", "clock", "guard", "held", "last", "policies")
 
-    def __init__(self, base: int, count: int, clock: Callable[[], float]) -> None:
+    def __init__(self, base: int, count: int, clock: Callable[[], float], trusting: bool) -> None:
         self.base = base
         self.bucket = array("Q", bytes(8 * count))
         #: Buckets with objects that are held or parked, by number; the highest number so far.
         self.buckets: dict[int, _Bucket] = {}
         self.last = 0
         self.clock = clock
-        self.guard = Guard(count)
+        self.guard = Guard(count, trusting)
         #: Objects that are held or parked, in all namespaces; policies that there were.
         self.held = self.policies = 0
 
 
-def reuse_policy(base: int, count: int, clock: Callable[[], float] = monotonic) -> NewPolicy:
-    """Policies of one pool that evict what is worth least by what was seen of its kind; see the module."""
-    places = _Places(base, count, clock)
+def reuse_policy(base: int, count: int, clock: Callable[[], float] = monotonic, trusting: bool = False) -> NewPolicy:
+    """Policies of one pool that evict what is worth least by what was seen of its kind; see the module.
+
+    ``trusting``: also where least recently used would serve more, for comparison.
+    """
+    places = _Places(base, count, clock, trusting)
     return lambda: ReusePolicy(places)
 
 
