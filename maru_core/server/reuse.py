@@ -22,6 +22,8 @@ from time import monotonic
 from typing import Final
 
 from maru_core.contracts import NewPolicy
+from maru_core.protocol.messages import NO_ENTRY
+from maru_core.server.guard import Guard
 from maru_core.server.hazard import STARTS, Kind
 
 #: Stretches that are remembered: at least, and per object that is held.
@@ -31,8 +33,11 @@ _STRETCHES_PER_OBJECT: Final = 1 / 16
 _MAX_WALKS: Final = 4096
 #: Seconds of use that share a bucket, at least; doubled while there are more buckets than the second figure, and halved
 #: while there are less than half of them.
-_BUCKET: Final = 2.0
-_MANY_BUCKETS: Final = 1024
+_BUCKET: Final = 0.125
+_MANY_BUCKETS: Final = 512
+#: Seconds after which the buckets are ordered again: at least, and per bucket.
+_REORDERED: Final = 2.0
+_REORDERED_PER_BUCKET: Final = 0.002
 #: Tables that are made anew in one call.
 _MAX_REFRESHED: Final = 4
 #: What is worth one expected use per second.
@@ -80,12 +85,13 @@ class _Stretch:
 
 
 class _Walk:
-    """A request between its parts: how far it came, and how far it went over known ground."""
+    """A request between its parts: how far it came, how far it asked, and how far it went over known ground."""
 
-    __slots__ = ("depth", "gap", "kind", "known", "turn")
+    __slots__ = ("asked", "depth", "gap", "kind", "known", "turn")
 
-    def __init__(self, depth: int, known: int, turn: int, gap: float, kind: Kind | None) -> None:
+    def __init__(self, depth: int, asked: int, known: int, turn: int, gap: float, kind: Kind | None) -> None:
         self.depth = depth
+        self.asked = asked
         self.known = known
         self.turn = turn
         self.gap = gap
@@ -98,20 +104,26 @@ class _Places:
     ``bucket`` has the bucket's number times two, plus one for a parked object; 0 for one that is not held.
     """
 
-    __slots__ = ("base", "bucket", "buckets", "clock", "last")
+    __slots__ = ("base", "bucket", "buckets", "clock", "guard", "held", "last", "policies")
 
-    def __init__(self, base: int, count: int, clock: Callable[[], float]) -> None:
+    def __init__(self, base: int, count: int, clock: Callable[[], float], trusting: bool) -> None:
         self.base = base
         self.bucket = array("Q", bytes(8 * count))
         #: Buckets with objects that are held or parked, by number; the highest number so far.
         self.buckets: dict[int, _Bucket] = {}
         self.last = 0
         self.clock = clock
+        self.guard = Guard(count, trusting)
+        #: Objects that are held or parked, in all namespaces; policies that there were.
+        self.held = self.policies = 0
 
 
-def reuse_policy(base: int, count: int, clock: Callable[[], float] = monotonic) -> NewPolicy:
-    """Policies of one pool that evict what is worth least by what was seen of its kind; see the module."""
-    places = _Places(base, count, clock)
+def reuse_policy(base: int, count: int, clock: Callable[[], float] = monotonic, trusting: bool = False) -> NewPolicy:
+    """Policies of one pool that evict what is worth least by what was seen of its kind; see the module.
+
+    ``trusting``: also where least recently used would serve more, for comparison.
+    """
+    places = _Places(base, count, clock, trusting)
     return lambda: ReusePolicy(places)
 
 
@@ -121,6 +133,8 @@ class ReusePolicy:
     def __init__(self, places: _Places) -> None:
         self._places = places
         self._clock = places.clock
+        self._number = places.policies
+        places.policies += 1
         #: Objects that are held or parked.
         self._held = 0
         #: Kind of what is written or read now, for when that ends.
@@ -136,10 +150,12 @@ class ReusePolicy:
         #: Victims of the last call of ``pop``, for ``park``.
         self._popped: dict[int, _Bucket] = {}
         self._until_ranking = 0
-        self._ranked_at = -math.inf
-        #: Seconds of use that share a bucket now, and since when.
+        self._ranked_until = -math.inf
+        self._ranked_learned = False
+        #: Seconds of use that share a bucket now.
         self._span = _BUCKET
-        self._span_set = -math.inf
+        #: Buckets at which there are too many for that.
+        self._limit = _MANY_BUCKETS
 
     # -- what requests do ----------------------------------------------------------------------------------------------
 
@@ -163,14 +179,18 @@ class ReusePolicy:
                 elif walk is None:
                     goes_on, turn, gap = False, 1, -1.0
         known = max(known, found)
+        self._places.guard.looked_up(self._number, keys, found, known, len(entries) == found, after)
         kind = None
         if known:
             kind = self._kind(_FOUND if goes_on else _SHARED, turn, gap, depth + len(keys), now)
             self._remember(keys[known - 1], _Stretch(kind, now, turn, gap, known, depth + known > 1), now)
             self._next_kind.update(dict.fromkeys(entries, kind))
-        self._walk(keys[found - 1] if found else keys[0], _Walk(depth + found, depth + known, turn, gap, kind))
+        reached = _Walk(depth + found, depth + len(keys), depth + known, turn, gap, kind)
+        self._walk(keys[found - 1] if found else keys[0], reached)
 
     def worth_of(self, keys: Sequence[bytes], parent: bytes | None) -> int | None:
+        if not self._places.guard.learned:
+            return None
         walk = self._walk_at(keys, parent)
         if walk is not None and walk.kind is not None and walk.depth < walk.known:
             return int(walk.kind.worth[0] * _SCALE)
@@ -181,6 +201,8 @@ class ReusePolicy:
             return
         now = self._clock()
         walk = self._walk_at(keys, parent)
+        asked = max(0, walk.asked - walk.depth) if walk is not None else 0
+        self._places.guard.stored(self._number, keys, [entry == NO_ENTRY for entry in entries], asked, parent)
         old = min(len(keys), max(0, walk.known - walk.depth)) if walk is not None and walk.kind is not None else 0
         if old:
             assert walk is not None
@@ -194,8 +216,8 @@ class ReusePolicy:
             self._remember(keys[-1], _Stretch(kind, now, turn, gap, len(keys) - old, depth > 1), now)
         if walk is not None:
             self._walks.pop(parent if parent is not None and parent in self._walks else keys[0], None)
-        known = walk.known if walk is not None else 0
-        self._walk(keys[-1], _Walk(depth, known, turn, gap, walk.kind if walk is not None else None))
+        known, asked, read = (walk.known, walk.asked, walk.kind) if walk is not None else (0, 0, None)
+        self._walk(keys[-1], _Walk(depth, asked, known, turn, gap, read))
 
     def _walk_at(self, keys: Sequence[bytes], parent: bytes | None) -> _Walk | None:
         walk = self._walks.get(parent) if parent is not None else None
@@ -255,6 +277,7 @@ class ReusePolicy:
             bucket.items.append(at)
             bucket.alive += 1
         self._held += len(entries)
+        self._places.held += len(entries)
 
     def touch(self, entries: Sequence[int]) -> None:
         places = self._places
@@ -273,6 +296,7 @@ class ReusePolicy:
 
     def pop(self, count: int, before: int | None = None) -> list[int]:
         victims: list[int] = []
+        self._places.guard.full(self._places.held)
         self._popped = {}
         if before is None or before > 0:
             self._take(self._returned, count, victims)
@@ -293,6 +317,7 @@ class ReusePolicy:
             returned.first.append(at)
         returned.alive += len(entries)
         self._held += len(entries)
+        self._places.held += len(entries)
 
     def park(self, entry: int) -> None:
         at = entry - self._places.base
@@ -301,6 +326,7 @@ class ReusePolicy:
         self._places.bucket[at] = 2 * bucket.number + 1
         bucket.parked += 1
         self._held += 1
+        self._places.held += 1
 
     def unpark(self, entry: int) -> None:
         places = self._places
@@ -324,7 +350,9 @@ class ReusePolicy:
     def _best(self) -> tuple[int, float, int, _Bucket] | None:
         """The first of the ranking that holds something."""
         now = self._clock()
-        if self._until_ranking <= 0 or now - self._ranked_at > self._span:
+        learned = self._places.guard.learned
+        # Least recently used is the same order at any time.
+        if learned != self._ranked_learned or now >= self._ranked_until or (learned and self._until_ranking <= 0):
             self._rank(now)
         ranking = self._ranking
         while ranking:
@@ -351,6 +379,7 @@ class ReusePolicy:
                 victims.append(at)
         bucket.head = head
         self._held -= len(victims) - before
+        self._places.held -= len(victims) - before
         if not bucket.alive:
             self._empty(bucket)
 
@@ -360,6 +389,7 @@ class ReusePolicy:
         code = places.bucket[at]
         places.bucket[at] = 0
         self._held -= 1
+        places.held -= 1
         bucket = places.buckets[code >> 1]
         if code & 1:
             bucket.parked -= 1
@@ -402,12 +432,23 @@ class ReusePolicy:
         """See to it that victims are looked for in ``bucket``."""
         if bucket.listed or bucket is self._returned:
             return
+        if len(self._buckets) >= self._limit:
+            self._thin_out(now)
         bucket.listed = True
         self._buckets[bucket] = None
         self._serial += 1
         heapq.heappush(self._ranking, (self._value(bucket, now), bucket.time, self._serial, bucket))
 
+    def _thin_out(self, now: float) -> None:
+        """Forget empty buckets, and make fewer from now on if that does not help."""
+        self._rank(now)
+        if len(self._buckets) > _MANY_BUCKETS:
+            self._span *= 2
+
     def _value(self, bucket: _Bucket, now: float) -> int:
+        if not self._places.guard.learned:
+            # Least recently used, and the same at any time, so that namespaces can be compared.
+            return int(bucket.time * 1000)
         return int(bucket.kind.worth[bisect_right(STARTS, now - bucket.time)] * _SCALE)
 
     def _rank(self, now: float) -> None:
@@ -422,17 +463,19 @@ class ReusePolicy:
         for kind in sorted(stale, key=Kind.made)[:_MAX_REFRESHED]:
             kind.refresh(now)
         self._buckets = dict.fromkeys(kept)
-        self._ranking = [
-            (int(bucket.kind.worth[bisect_right(STARTS, now - bucket.time)] * _SCALE), bucket.time, at, bucket)
-            for at, bucket in enumerate(kept)
-        ]
+        learned = self._places.guard.learned
+        if learned:
+            self._ranking = [
+                (int(bucket.kind.worth[bisect_right(STARTS, now - bucket.time)] * _SCALE), bucket.time, at, bucket)
+                for at, bucket in enumerate(kept)
+            ]
+        else:
+            self._ranking = [(int(bucket.time * 1000), bucket.time, at, bucket) for at, bucket in enumerate(kept)]
         heapq.heapify(self._ranking)
         self._serial = len(kept)
-        self._until_ranking = max(_LEAST_RANKED, len(kept) // 4)
-        self._ranked_at = now
-        if len(kept) > _MANY_BUCKETS and now - self._span_set > self._span:
-            self._span *= 2
-            self._span_set = now
-        elif len(kept) < _MANY_BUCKETS // 2:
+        self._until_ranking = max(_LEAST_RANKED, len(kept) // 2)
+        self._ranked_until = now + max(_REORDERED, self._span, _REORDERED_PER_BUCKET * len(kept))
+        self._ranked_learned = learned
+        self._limit = max(_MANY_BUCKETS, len(kept) + _MANY_BUCKETS // 2)
+        if len(kept) < _MANY_BUCKETS // 2:
             self._span = max(_BUCKET, self._span / 2)
-            self._span_set = now
