@@ -14,7 +14,9 @@ from attrs import frozen
 from maru_core.cli.common import Target, fail, settings, table, where
 from maru_core.client.peek import Peek
 from maru_core.errors import ConfigError, MaruError
+from maru_core.pool_format import DIGEST_SIZE
 from maru_core.protocol import AdminVerb
+from maru_core.protocol.messages import EVERYTHING
 from maru_core.runtime_dir import read_token
 from maru_core.sizes import format_size, parse_size
 
@@ -113,7 +115,7 @@ def reset(administrator: Administrator, namespace: str | None, everything: bool)
     """Drop all of a namespace (digest) and begin a new weights epoch: running engines no longer hit or store."""
     if (namespace is None) is not everything:
         raise click.UsageError("give the digest of a namespace, or --all")
-    (count,) = administrator.ask(AdminVerb.RESET, b"" if namespace is None else _digest(namespace))
+    (count,) = administrator.ask(AdminVerb.RESET, EVERYTHING if namespace is None else _digest(namespace))
     click.echo(f"{count} namespaces reset")
 
 
@@ -158,9 +160,15 @@ def _failing() -> Iterator[None]:
 
 def _digest(text: str) -> bytes:
     try:
-        return bytes.fromhex(text)
+        digest = bytes.fromhex(text)
+        if len(digest) == DIGEST_SIZE:
+            return digest
     except ValueError:
-        raise click.UsageError(f"{text!r} is no digest of a namespace; see `maru admin namespaces`") from None
+        pass
+    raise click.UsageError(
+        f"{text!r} is no digest of a namespace, which has {2 * DIGEST_SIZE} hexadecimal digits; "
+        "see `maru admin namespaces`"
+    )
 
 
 def _show(found: list[Mapping[str, Any]] | list[dict[str, Any]], rows: list[list[str]], as_json: bool) -> None:

@@ -105,6 +105,10 @@ class AdminVerb(str, Enum):
     STOP = "stop"
 
 
+#: What RESET of administration has in place of a digest when it is about every namespace.
+EVERYTHING: Final = "all"
+
+
 class Code(IntEnum):
     """First result of a reply."""
 

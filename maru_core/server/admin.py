@@ -17,7 +17,7 @@ from maru_core.errors import ProtocolError
 from maru_core.namespace import facts_of
 from maru_core.pool_format import DIGEST_SIZE
 from maru_core.protocol.codec import describe
-from maru_core.protocol.messages import AdminVerb, Code
+from maru_core.protocol.messages import EVERYTHING, AdminVerb, Code
 from maru_core.server import requests, stats
 from maru_core.server.directory import Directory
 from maru_core.server.index import KeyIndex
@@ -140,7 +140,9 @@ class Administration:
         }
 
     def _reset(self, raw: list[Any]) -> Steps:
-        chosen = self._chosen(requests.arguments(raw, 1)[0])
+        (wanted,) = requests.arguments(raw, 1)
+        # Never for an empty digest: that is what becomes of a variable that nobody set.
+        chosen = list(self.directory.namespaces) if wanted == EVERYTHING else [self._chosen(wanted)]
         hidden: list[KeyIndex | None] = []
         for at in range(0, len(chosen), _HIDDEN):
             if at:
@@ -155,12 +157,12 @@ class Administration:
         yield from ()
         digest, limit = requests.arguments(raw, 2)
         requests.number(limit, "quota")
-        (state,) = self._chosen(digest, several=False)
+        state = self._chosen(digest)
         self.directory.set_quota(state, limit or None)
         return [limit]
 
     def _evict(self, raw: list[Any]) -> Steps:
-        (state,) = self._chosen(requests.arguments(raw, 1)[0], several=False)
+        state = self._chosen(requests.arguments(raw, 1)[0])
         if self.directory.frozen:
             raise ProtocolError("sessions of the server before this one may still read; try again when they are back")
         before = self.directory.counters["evicted"]
@@ -176,14 +178,13 @@ class Administration:
         self.stop()
         return []
 
-    def _chosen(self, digest: object, several: bool = True) -> list[NamespaceState]:
-        """The namespace of a digest; all of them for an empty one, where that is allowed."""
-        if type(digest) is not bytes or len(digest) not in ((0, DIGEST_SIZE) if several else (DIGEST_SIZE,)):
+    def _chosen(self, digest: object) -> NamespaceState:
+        if type(digest) is not bytes or len(digest) != DIGEST_SIZE:
             raise ProtocolError(f"a namespace is named by a digest of {DIGEST_SIZE} bytes, got {describe(digest)}")
-        found = [state for state in self.directory.namespaces if not digest or state.digest == digest]
-        if digest and not found:
-            raise ProtocolError(f"no namespace has the digest {digest.hex()}")
-        return found
+        for state in self.directory.namespaces:
+            if state.digest == digest:
+                return state
+        raise ProtocolError(f"no namespace has the digest {digest.hex()}")
 
 
 def _namespace(state: NamespaceState, directory: Directory) -> dict[str, Any]:

@@ -102,7 +102,9 @@ def test_an_operator_stops_the_server(maru_server: ServerFactory) -> None:
         (("reset", "00" * 16, "--all"), "--all"),
         (("reset", "nonsense"), "no digest"),
         (("reset", "00" * 16), "no namespace has the digest"),
-        (("evict", "00"), "16 bytes"),
+        (("reset", ""), "no digest"),
+        (("reset", " "), "no digest"),
+        (("evict", "00"), "32 hexadecimal digits"),
         (("quota", "00" * 16, "lots"), "no size"),
     ],
 )
