@@ -93,6 +93,8 @@ def sessions(administrator: Administrator, as_json: bool) -> None:
     for one in found:
         sizes = [format_size(one["reserved"]), format_size(one["leased"])]
         attached = "no" if not one["attached"] else "yes" if one["proof"] else "without proof"
+        if one["awaited"]:
+            attached = "awaited" if one["proof"] else "awaited, without proof"
         rows.append(
             [
                 f"{one['session']:016x}",
@@ -140,6 +142,25 @@ def evict(administrator: Administrator, namespace: str) -> None:
     """Drop the objects of a namespace (digest) that nobody reads right now."""
     (count,) = administrator.ask(AdminVerb.EVICT, _digest(namespace))
     click.echo(f"{count} objects evicted")
+
+
+@admin.command()
+@click.argument("session")
+@click.pass_obj
+def forget(administrator: Administrator, session: str) -> None:
+    """End a SESSION whose process is certainly gone, and free what it holds.
+
+    Only for sessions that `maru admin sessions` calls awaited or without proof: the server ends all others by itself. A
+    process that lives on writes into memory that others have by then.
+    """
+    try:
+        number = int(session, 16)
+        if not 0 < number < 1 << 64:
+            raise ValueError
+    except ValueError:
+        raise click.UsageError(f"{session!r} is no session; see `maru admin sessions`") from None
+    administrator.ask(AdminVerb.FORGET, number)
+    click.echo(f"{number:016x} is forgotten")
 
 
 @admin.command()

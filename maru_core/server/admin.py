@@ -44,7 +44,7 @@ class Administration:
     """Checks the credential and carries out verbs. ``clock`` in seconds, as that of the sessions.
 
     ``hide`` begins a new weights epoch in namespaces, and returns what each has to free. ``token`` ``None``: every
-    request is refused. ``stop`` ends the server soon.
+    request is refused. ``stop`` ends the server soon. ``forget`` ends a session whose death nothing can prove.
     """
 
     directory: Directory
@@ -53,6 +53,7 @@ class Administration:
     hide: Callable[[Sequence[NamespaceState]], Sequence[KeyIndex | None]]
     token: str | None = None
     stop: Callable[[], None] = field(default=lambda: None)
+    forget: Callable[[Session], Steps] | None = None
     _wrong: dict[str, int] = field(init=False, factory=dict)
     _running: int = field(init=False, default=0)
     _log: Any = field(init=False, factory=lambda: structlog.get_logger(__name__))
@@ -102,6 +103,7 @@ class Administration:
             AdminVerb.RESET: self._reset,
             AdminVerb.QUOTA: self._quota,
             AdminVerb.EVICT: self._evict,
+            AdminVerb.FORGET: self._forget,
             AdminVerb.STOP: self._stop,
         }
 
@@ -171,6 +173,14 @@ class Administration:
                 self.directory.evict(state, entries[at : at + _DROPPED])
                 yield
         return [self.directory.counters["evicted"] - before]
+
+    def _forget(self, raw: list[Any]) -> Steps:
+        number = requests.number(requests.arguments(raw, 1)[0], "session")
+        session = self.sessions.get(number)
+        if session is None or self.forget is None:
+            raise ProtocolError(f"no session is {number:016x}")
+        yield from self.forget(session)
+        return []
 
     def _stop(self, raw: list[Any]) -> Steps:
         yield from ()

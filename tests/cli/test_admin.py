@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from maru_core.cli import main
 from maru_core.client import StoreResult
 from maru_core.client.peek import Peek
 from maru_core.errors import Unavailable
+from maru_core.server.liveness import SessionRecord
 from maru_core.testing import ServerFactory
 from tests.client.real import Folder
 from tests.server.keyed import free_port, own_address
@@ -85,6 +88,23 @@ def test_an_operator_evicts(folder: Folder) -> None:
     held.close()
 
 
+def test_an_operator_forgets_a_session(folder: Folder) -> None:
+    handler = folder.connect()
+    assert handler.store("a", b"x") is StoreResult.STORED
+    (session,) = json.loads(admin(folder, "sessions", "--json").output)
+    refused = admin(folder, "forget", f"{session['session']:016x}")
+    assert refused.exit_code == 1
+    assert "ends with its process" in refused.output
+    os.kill(folder.pid(), signal.SIGKILL)
+    (lock,) = (folder.path / "sessions").glob("*.lock")
+    # As a process in another kernel leaves it: no lock tells whether it lives.
+    lock.with_name(f"{1:016x}.lock").write_bytes(SessionRecord("ab" * 16, "client", "gone", False, False).to_line())
+    folder.connect()
+    assert "awaited, without proof" in admin(folder, "sessions").output
+    assert admin(folder, "forget", "1").output == "0000000000000001 is forgotten\n"
+    assert 1 not in [one["session"] for one in json.loads(admin(folder, "sessions", "--json").output)]
+
+
 def test_an_operator_stops_the_server(maru_server: ServerFactory) -> None:
     server = maru_server()
     result = maru("admin", "--runtime-dir", server.runtime_dir, "stop")
@@ -106,6 +126,10 @@ def test_an_operator_stops_the_server(maru_server: ServerFactory) -> None:
         (("reset", " "), "no digest"),
         (("evict", "00"), "32 hexadecimal digits"),
         (("quota", "00" * 16, "lots"), "no size"),
+        (("forget", "nonsense"), "no session"),
+        (("forget", "0"), "no session"),
+        (("forget", "1" + "0" * 16), "no session"),
+        (("forget", "abc"), "no session is 0000000000000abc"),
     ],
 )
 def test_mistakes_are_named(folder: Folder, arguments: tuple[str, ...], word: str) -> None:
