@@ -86,6 +86,7 @@ def run_server(
         cleanup.callback(locks.close, settings.keep_pools)
         weights = WeightsFile(runtime.weights)
         epochs = weights.load()
+        cleanup.callback(weights.retry)
         _allow_many_sessions()
         give_back_large_blocks()
         memory = Memory(
@@ -112,7 +113,7 @@ def run_server(
             directory, sessions, locks, weights, epoch, os.getpid(), time.monotonic, settings.dma_grace, access=keys
         )
         context: zmq.Context[zmq.Socket[bytes]] = cleanup.enter_context(zmq.Context())
-        chores: list[Callable[[], None]] = []
+        chores: list[Callable[[], None]] = [weights.retry]
         if keys is not None:
             cleanup.enter_context(authenticator(context, keys))
             chores.append(KeyWatch(keys))
