@@ -26,6 +26,7 @@ from maru_core.runtime_dir import RuntimeDir, check_url
 from maru_core.server.eviction import least_recently_used
 from maru_core.server.handlers import Handlers
 from maru_core.server.heap import give_back_large_blocks
+from maru_core.server.keeping import FolderKeeper
 from maru_core.server.listening import KeyWatch, authenticator, listen
 from maru_core.server.liveness import SessionLocks
 from maru_core.server.loop import ServerLoop
@@ -83,6 +84,9 @@ def run_server(
         cleanup.callback(os.close, runtime.lock_server())
         locks = SessionLocks(runtime.sessions)
         earlier = locks.prepare()
+        keeper = FolderKeeper(runtime, time.monotonic, settings.pool_path)
+        cleanup.callback(keeper.close)
+        keeper()
         cleanup.callback(locks.close, settings.keep_pools)
         weights = WeightsFile(runtime.weights)
         epochs = weights.load()
@@ -113,7 +117,7 @@ def run_server(
             directory, sessions, locks, weights, epoch, os.getpid(), time.monotonic, settings.dma_grace, access=keys
         )
         context: zmq.Context[zmq.Socket[bytes]] = cleanup.enter_context(zmq.Context())
-        chores: list[Callable[[], None]] = [weights.retry]
+        chores: list[Callable[[], None]] = [weights.retry, keeper]
         if keys is not None:
             cleanup.enter_context(authenticator(context, keys))
             chores.append(KeyWatch(keys))
