@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
-from attrs import frozen
+from attrs import define
 
-from maru_core.cli.common import Target, fail, settings, table, where
+from maru_core.cli.common import Target, fail, settings, table, visible, where
 from maru_core.client.peek import Peek
 from maru_core.errors import ConfigError, MaruError
 from maru_core.pool_format import DIGEST_SIZE
@@ -24,17 +24,42 @@ from maru_core.sizes import format_size, parse_size
 EXIT_FAILED = 1
 
 
-@frozen
+@define
 class Administrator:
-    """The server and the credential for it."""
+    """Finds the server and the credential for it when a verb needs them, not for the help on one."""
 
-    peek: Peek
-    token: str
+    _settings: dict[str, object]
+    _token_file: Path | None
+    _timeout: float
+    _found: tuple[Peek, str] | None = None
 
     def ask(self, verb: AdminVerb, *arguments: Any) -> list[Any]:
         """Carry out a verb; ends the command when that fails."""
         with _failing():
-            return self.peek.administer(self.token, verb, *arguments)
+            peek, token = self._find()
+            return peek.administer(token, verb, *arguments)
+
+    def listed(self, what: Callable[[Peek, str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """Everything that a method of :class:`Peek` lists; ends the command when that fails."""
+        with _failing():
+            return what(*self._find())
+
+    def _find(self) -> tuple[Peek, str]:
+        if self._found is None:
+            target = Target.find(settings(self._settings))
+            if self._token_file is None and target.folder is None:
+                raise ConfigError(
+                    f"no credential is known for {target.url}; give --token-file, or the server's --runtime-dir"
+                )
+            if not target.may_answer:
+                raise ConfigError(f"no Maru server listens at {target.url}")
+            if self._token_file is not None:
+                token = read_token(self._token_file)
+            else:
+                assert target.folder is not None
+                token = target.folder.read_credential()
+            self._found = target.peek(self._timeout), token
+        return self._found
 
 
 @click.group()
@@ -53,16 +78,8 @@ def admin(
     timeout: float,
 ) -> None:
     """Administer a server. Needs its admin.token, which only the server's user can read."""
-    with _failing():
-        target = Target.find(settings({"runtime_dir": runtime_dir, "server_url": url, "keys": keys}))
-        source = token_file or target.token_file
-        if source is None:
-            raise ConfigError(
-                f"no credential is known for {target.url}; give --token-file, or the server's --runtime-dir"
-            )
-        if not target.may_answer:
-            raise ConfigError(f"no Maru server listens at {target.url}")
-        context.obj = Administrator(target.peek(timeout), read_token(source))
+    given: dict[str, object] = {"runtime_dir": runtime_dir, "server_url": url, "keys": keys}
+    context.obj = Administrator(given, token_file, timeout)
 
 
 @admin.command()
@@ -70,8 +87,7 @@ def admin(
 @click.pass_obj
 def namespaces(administrator: Administrator, as_json: bool) -> None:
     """List every namespace, with what it holds and what it stands for."""
-    with _failing():
-        found = administrator.peek.namespaces(administrator.token)
+    found = administrator.listed(Peek.namespaces)
     rows = [["namespace", "objects", "used", "quota", "sessions", "weights epoch", "facts"]]
     for one in found:
         quota = "-" if one["quota"] is None else format_size(one["quota"])
@@ -87,8 +103,7 @@ def namespaces(administrator: Administrator, as_json: bool) -> None:
 @click.pass_obj
 def sessions(administrator: Administrator, as_json: bool) -> None:
     """List every session, with what it holds."""
-    with _failing():
-        found = administrator.peek.sessions(administrator.token)
+    found = administrator.listed(Peek.sessions)
     rows = [["session", "namespace", "role", "name", "attached", "reserved", "leased", "silent"]]
     for one in found:
         sizes = [format_size(one["reserved"]), format_size(one["leased"])]
@@ -129,10 +144,12 @@ def quota(administrator: Administrator, namespace: str, size: str) -> None:
     """Limit what a namespace (digest) may hold; SIZE 0 takes that back."""
     try:
         limit = parse_size(size)
+        if limit >= 1 << 64:
+            raise ValueError
     except ValueError:
         raise click.UsageError(f"{size!r} is no size; give one such as 4G, or 0") from None
     administrator.ask(AdminVerb.QUOTA, _digest(namespace), limit)
-    click.echo(f"{namespace} may hold {format_size(limit) if limit else 'what any other may'}")
+    click.echo(f"{visible(namespace)} may hold {format_size(limit) if limit else 'what any other may'}")
 
 
 @admin.command()
