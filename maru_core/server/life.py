@@ -20,7 +20,7 @@ from maru_core.server.sessions import PATIENCE, Session, SessionRegistry
 from maru_core.server.steps import SLICE, Steps
 
 #: Sessions that one line of the log names.
-_LISTED = 10
+_NAMED = 10
 
 
 class Proofs(Protocol):
@@ -100,7 +100,7 @@ class SessionLife:
             self._told_awaited = True
             self._log.warning(
                 "nothing is evicted while sessions of the server before this one are awaited",
-                sessions=[f"{session:016x}" for session in self._sessions.awaited][:_LISTED],
+                sessions=[f"{session:016x}" for session in self._sessions.awaited][:_NAMED],
                 awaited=len(self._sessions.awaited),
                 remedy="see `maru admin sessions`; `maru admin forget SESSION` when its process is gone",
             )
