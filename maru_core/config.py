@@ -33,6 +33,8 @@ FORMER_NAMES: Final[Mapping[str, str]] = {
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LISTEN: Final = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
+#: Sizes are below this, in bytes: what a file can have.
+_END_OF_SIZES: Final = 1 << 63
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 
@@ -140,7 +142,7 @@ def _number(low: float, high: float, *, zero: bool = False) -> Kind:
 def _size(low: int, multiple: int) -> Kind:
     def parse(value: object) -> int:
         size = parse_size(value)
-        if size < low or size % multiple:
+        if not low <= size < _END_OF_SIZES or size % multiple:
             raise ValueError
         return size
 
@@ -292,9 +294,16 @@ class MaruConfig:
             raise ConfigError(needs_keys(self.server_url))
 
     @classmethod
-    def from_mapping(cls, extra: Mapping[str, Any], environ: Mapping[str, str]) -> MaruConfig:
+    def from_mapping(
+        cls,
+        extra: Mapping[str, Any],
+        environ: Mapping[str, str],
+        *,
+        options: Mapping[str, str] | None = None,
+    ) -> MaruConfig:
         """Build from vLLM's extra config (or any mapping) and the environment.
 
+        ``options``: where ``extra`` is from a command line, the option (``--name``) of each of its keys.
         Keys without the prefix ``maru_`` belong to others and are ignored; an unknown one with it raises ConfigError
         that names the nearest. An unknown ``MARU_*`` variable is only warned of, because a plugin may read it.
         """
@@ -318,7 +327,7 @@ class MaruConfig:
             for key, value in _renamed(layer, spell).items():
                 if key in known and key not in sources and value is not None:
                     values[key.removeprefix(PREFIX)] = value
-                    sources[key] = source
+                    sources[key] = (options or {}).get(key, source) if layer is given else source
         return cls(**values, sources=sources)
 
     @property
@@ -340,7 +349,8 @@ class MaruConfig:
         return self.pool_size_of(backend)
 
     def describe(self) -> dict[str, tuple[Any, str]]:
-        """The effective value of every key and its source: ``extra config``, ``environment``, ``default``."""
+        """The effective value of every key and its source: ``extra config``, ``environment``, ``default``
+        or an option."""
         return {
             PREFIX + attribute.name: (
                 getattr(self, attribute.name),
@@ -400,8 +410,11 @@ def _parse(attribute: Attribute[Any], value: object, source: str | None) -> Any:
 
 def _ill_typed(attribute: Attribute[Any], value: object, source: str | None) -> ConfigError:
     key = PREFIX + attribute.name
-    shown = key.upper() if source == "environment" else key
-    origin = f" (from the {source})" if source else ""
+    if source is not None and source.startswith("--"):
+        shown, origin = source, ""
+    else:
+        shown = key.upper() if source == "environment" else key
+        origin = f" (from the {source})" if source else ""
     return ConfigError(f"{shown} is {value!r}{origin}; expected {attribute.metadata['kind'].expected}")
 
 

@@ -13,14 +13,18 @@ def parse_size(value: object) -> int:
     """Bytes from ``4G``, ``500M``, ``4GiB``, ``0.5T``, ``4096`` or an int; raises ValueError on anything else.
 
     ``GB`` is read as ``GiB``: memory comes in powers of 1024, and one name for two sizes is how pools end up smaller
-    than what was asked for.
+    than what was asked for. Less than a byte, but not 0, is refused: 0 often means something else.
     """
     if type(value) is int:
         size = value
     elif isinstance(value, str) and (match := _PATTERN.fullmatch(value)):
         number, unit = match.groups()
         scale = 1 << _SHIFT[unit.upper()] if unit else 1
-        size = int(number) * scale if "." not in number else int(float(number) * scale)
+        # Exact however long the number is: a float would round it, or be too small for it.
+        whole, _, fraction = number.partition(".")
+        size = (int(whole + fraction) * scale) // 10 ** len(fraction)
+        if not size and (whole + fraction).strip("0"):
+            raise ValueError(f"a size of less than a byte: {value!r}")
     else:
         raise ValueError(f"not a size: {value!r}")
     if size < 0:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
-from attrs import frozen
+from attrs import define
 
-from maru_core.cli.common import Target, fail, settings, table, where
+from maru_core.cli.common import Target, fail, settings, table, visible, where
 from maru_core.client.peek import Peek
 from maru_core.errors import ConfigError, MaruError
+from maru_core.pool_format import DIGEST_SIZE
 from maru_core.protocol import AdminVerb
+from maru_core.protocol.messages import EVERYTHING
 from maru_core.runtime_dir import read_token
 from maru_core.sizes import format_size, parse_size
 
@@ -22,17 +24,42 @@ from maru_core.sizes import format_size, parse_size
 EXIT_FAILED = 1
 
 
-@frozen
+@define
 class Administrator:
-    """The server and the credential for it."""
+    """Finds the server and the credential for it when a verb needs them, not for the help on one."""
 
-    peek: Peek
-    token: str
+    _settings: dict[str, object]
+    _token_file: Path | None
+    _timeout: float
+    _found: tuple[Peek, str] | None = None
 
     def ask(self, verb: AdminVerb, *arguments: Any) -> list[Any]:
         """Carry out a verb; ends the command when that fails."""
         with _failing():
-            return self.peek.administer(self.token, verb, *arguments)
+            peek, token = self._find()
+            return peek.administer(token, verb, *arguments)
+
+    def listed(self, what: Callable[[Peek, str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """Everything that a method of :class:`Peek` lists; ends the command when that fails."""
+        with _failing():
+            return what(*self._find())
+
+    def _find(self) -> tuple[Peek, str]:
+        if self._found is None:
+            target = Target.find(settings(self._settings))
+            if self._token_file is None and target.folder is None:
+                raise ConfigError(
+                    f"no credential is known for {target.url}; give --token-file, or the server's --runtime-dir"
+                )
+            if not target.may_answer:
+                raise ConfigError(f"no Maru server listens at {target.url}")
+            if self._token_file is not None:
+                token = read_token(self._token_file)
+            else:
+                assert target.folder is not None
+                token = target.folder.read_credential()
+            self._found = target.peek(self._timeout), token
+        return self._found
 
 
 @click.group()
@@ -51,16 +78,8 @@ def admin(
     timeout: float,
 ) -> None:
     """Administer a server. Needs its admin.token, which only the server's user can read."""
-    with _failing():
-        target = Target.find(settings({"runtime_dir": runtime_dir, "server_url": url, "keys": keys}))
-        source = token_file or target.token_file
-        if source is None:
-            raise ConfigError(
-                f"no credential is known for {target.url}; give --token-file, or the server's --runtime-dir"
-            )
-        if not target.may_answer:
-            raise ConfigError(f"no Maru server listens at {target.url}")
-        context.obj = Administrator(target.peek(timeout), read_token(source))
+    given: dict[str, object] = {"runtime_dir": runtime_dir, "server_url": url, "keys": keys}
+    context.obj = Administrator(given, token_file, timeout)
 
 
 @admin.command()
@@ -68,8 +87,7 @@ def admin(
 @click.pass_obj
 def namespaces(administrator: Administrator, as_json: bool) -> None:
     """List every namespace, with what it holds and what it stands for."""
-    with _failing():
-        found = administrator.peek.namespaces(administrator.token)
+    found = administrator.listed(Peek.namespaces)
     rows = [["namespace", "objects", "used", "quota", "sessions", "weights epoch", "facts"]]
     for one in found:
         quota = "-" if one["quota"] is None else format_size(one["quota"])
@@ -85,12 +103,13 @@ def namespaces(administrator: Administrator, as_json: bool) -> None:
 @click.pass_obj
 def sessions(administrator: Administrator, as_json: bool) -> None:
     """List every session, with what it holds."""
-    with _failing():
-        found = administrator.peek.sessions(administrator.token)
+    found = administrator.listed(Peek.sessions)
     rows = [["session", "namespace", "role", "name", "attached", "reserved", "leased", "silent"]]
     for one in found:
         sizes = [format_size(one["reserved"]), format_size(one["leased"])]
         attached = "no" if not one["attached"] else "yes" if one["proof"] else "without proof"
+        if one["awaited"]:
+            attached = "awaited" if one["proof"] else "awaited, without proof"
         rows.append(
             [
                 f"{one['session']:016x}",
@@ -113,7 +132,7 @@ def reset(administrator: Administrator, namespace: str | None, everything: bool)
     """Drop all of a namespace (digest) and begin a new weights epoch: running engines no longer hit or store."""
     if (namespace is None) is not everything:
         raise click.UsageError("give the digest of a namespace, or --all")
-    (count,) = administrator.ask(AdminVerb.RESET, b"" if namespace is None else _digest(namespace))
+    (count,) = administrator.ask(AdminVerb.RESET, EVERYTHING if namespace is None else _digest(namespace))
     click.echo(f"{count} namespaces reset")
 
 
@@ -125,10 +144,12 @@ def quota(administrator: Administrator, namespace: str, size: str) -> None:
     """Limit what a namespace (digest) may hold; SIZE 0 takes that back."""
     try:
         limit = parse_size(size)
+        if limit >= 1 << 64:
+            raise ValueError
     except ValueError:
         raise click.UsageError(f"{size!r} is no size; give one such as 4G, or 0") from None
     administrator.ask(AdminVerb.QUOTA, _digest(namespace), limit)
-    click.echo(f"{namespace} may hold {format_size(limit) if limit else 'what any other may'}")
+    click.echo(f"{visible(namespace)} may hold {format_size(limit) if limit else 'what any other may'}")
 
 
 @admin.command()
@@ -138,6 +159,25 @@ def evict(administrator: Administrator, namespace: str) -> None:
     """Drop the objects of a namespace (digest) that nobody reads right now."""
     (count,) = administrator.ask(AdminVerb.EVICT, _digest(namespace))
     click.echo(f"{count} objects evicted")
+
+
+@admin.command()
+@click.argument("session")
+@click.pass_obj
+def forget(administrator: Administrator, session: str) -> None:
+    """End a SESSION whose process is certainly gone, and free what it holds.
+
+    Only for sessions that `maru admin sessions` calls awaited or without proof: the server ends all others by itself. A
+    process that lives on writes into memory that others have by then.
+    """
+    try:
+        number = int(session, 16)
+        if not 0 < number < 1 << 64:
+            raise ValueError
+    except ValueError:
+        raise click.UsageError(f"{session!r} is no session; see `maru admin sessions`") from None
+    administrator.ask(AdminVerb.FORGET, number)
+    click.echo(f"{number:016x} is forgotten")
 
 
 @admin.command()
@@ -158,9 +198,15 @@ def _failing() -> Iterator[None]:
 
 def _digest(text: str) -> bytes:
     try:
-        return bytes.fromhex(text)
+        digest = bytes.fromhex(text)
+        if len(digest) == DIGEST_SIZE:
+            return digest
     except ValueError:
-        raise click.UsageError(f"{text!r} is no digest of a namespace; see `maru admin namespaces`") from None
+        pass
+    raise click.UsageError(
+        f"{text!r} is no digest of a namespace, which has {2 * DIGEST_SIZE} hexadecimal digits; "
+        "see `maru admin namespaces`"
+    )
 
 
 def _show(found: list[Mapping[str, Any]] | list[dict[str, Any]], rows: list[list[str]], as_json: bool) -> None:

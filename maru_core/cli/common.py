@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import click
 from attrs import frozen
@@ -19,13 +18,17 @@ from maru_core.config import PREFIX, MaruConfig
 from maru_core.errors import ConfigError, MaruError
 from maru_core.runtime_dir import RuntimeDir, check_url
 
+#: Options that are not called as their setting is.
+_OPTIONS: Final = {"server_url": "--url", "chunk_size": "--granule"}
+
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def settings(given: dict[str, object]) -> MaruConfig:
     """Build from options (``None``: not given) by setting name without prefix; raises ConfigError."""
     chosen = {PREFIX + name: value for name, value in given.items() if value is not None}
-    return MaruConfig.from_mapping(chosen, os.environ)
+    options = {PREFIX + name: _OPTIONS.get(name, "--" + name.replace("_", "-")) for name in given}
+    return MaruConfig.from_mapping(chosen, os.environ, options=options)
 
 
 def where(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,10 +50,10 @@ def where(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @frozen
 class Target:
-    """The server that a tool is about. ``token_file`` is its credential of administration, ``None`` when not known."""
+    """The server that a tool is about. ``folder`` is its runtime folder, ``None`` when not known."""
 
     url: str
-    token_file: Path | None
+    folder: RuntimeDir | None
     keys: ClientKeys | None
     #: False when certainly nobody listens there.
     may_answer: bool = True
@@ -58,36 +61,53 @@ class Target:
     @classmethod
     def find(cls, config: MaruConfig) -> Target:
         """The server of the runtime folder, or the one at the address given; raises ConfigError."""
-        path = Path(config.runtime_path)
-        folder = RuntimeDir.open(path) if path.exists() else RuntimeDir(path)
+        folder = RuntimeDir.inspect(config.runtime_path)
         info = folder.read_info() or {}
         url, may_answer = config.server_url, True
         if url == "auto":
-            url = f"ipc://{folder.server_socket}"
+            url = folder.url
             may_answer = is_listening(folder.server_socket)
-            if not may_answer and info.get("url") not in (None, url):
+            if not may_answer and info.get("url") not in (None, url) and folder.is_served():
                 # Started with an address of its own.
                 url, may_answer = check_url(str(info["url"]), secured=True), True
                 if config.keys is None and not Address.parse(url).is_local:
-                    raise ConfigError(f"the server of {path} listens at {url}; give keys for it (--keys)")
+                    raise ConfigError(f"the server of {folder.path} listens at {url}; give keys for it (--keys)")
         # A credential is only for the server of its folder: any other would learn it.
-        token_file = folder.admin_token if config.server_url == "auto" or info.get("url") == url else None
-        keys = ClientKeys.load(config.keys) if config.keys is not None and url.startswith("tcp:") else None
-        return cls(url, token_file, keys, may_answer)
+        own = folder if config.server_url == "auto" or info.get("url") == url else None
+        keys = _keys(config.keys) if config.keys is not None and url.startswith("tcp:") else None
+        return cls(url, own, keys, may_answer)
 
     def peek(self, timeout: float) -> Peek:
         """What asks it."""
         return Peek(self.url, timeout, self.keys)
 
 
+def _keys(path: str) -> ClientKeys:
+    try:
+        return ClientKeys.load(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read keys from {path}: {error.strerror}") from error
+
+
 def fail(error: MaruError, code: int) -> NoReturn:
     """Say what is wrong and end."""
-    click.echo(f"maru: {error}", err=True)
+    lines = str(error).split("\n")
+    click.echo("maru: " + "\n  ".join(map(visible, lines)), err=True)
     sys.exit(code)
 
 
+def visible(text: str) -> str:
+    """``text`` without anything that a terminal would obey, line ends included: clients choose names and facts."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
+
+
 def table(rows: list[list[str]]) -> str:
-    """Rows of cells as aligned lines."""
+    """Rows of cells as aligned lines; cells are made :func:`visible`."""
+    rows = [[visible(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -8,7 +8,8 @@ import click
 
 from maru_core.access import DEFAULT_CLIENT, make_keys
 from maru_core.cli.common import fail
-from maru_core.errors import MaruError
+from maru_core.errors import ConfigError, MaruError
+from maru_core.runtime_dir import make_private
 
 
 @click.command()
@@ -30,7 +31,13 @@ def keygen(folder: Path, clients: tuple[str, ...], namespaces: tuple[str, ...], 
     DIR gets server.key and server.pub, unless they are there, and NAME.key and NAME.pub. A client needs its NAME.key
     and server.pub, and nothing else.
     """
+    if not all(value.strip() for value in namespaces):
+        raise click.UsageError("--namespace needs a value; without the option a key may use any namespace")
     try:
+        try:
+            make_private(folder.absolute())
+        except OSError as error:
+            raise ConfigError(f"cannot make the key folder {folder}: {error.strerror}") from error
         written = make_keys(folder.absolute(), clients or (DEFAULT_CLIENT,), namespaces, force=force)
     except MaruError as error:
         fail(error, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 import click
 
@@ -55,7 +56,7 @@ def serve(
     log_json: bool,
     report_fd: int | None,
 ) -> None:
-    """Own the pools and serve their directory until SIGTERM, SIGINT, or idle."""
+    """Own the pools and serve their directory until SIGTERM, SIGINT, SIGHUP, or idle."""
     logs.setup(log_level, json=log_json)
     try:
         config = settings(
@@ -104,7 +105,9 @@ def serve(
     except MaruError as error:
         code = EXIT_TAKEN if isinstance(error, AlreadyRunning) else EXIT_FAILED
         if report_fd is not None:
-            os.write(report_fd, bytes([code]))
+            # Whoever wanted to know may be gone, or the number may be no descriptor at all.
+            with suppress(OSError, OverflowError):
+                os.write(report_fd, bytes([code]))
         fail(error, code)
 
 

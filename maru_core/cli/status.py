@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import click
 
-from maru_core.cli.common import Target, fail, settings, table, where
+from maru_core.cli.common import Target, fail, settings, table, visible, where
 from maru_core.errors import ConfigError, MaruError, ServerError, Unavailable
-from maru_core.runtime_dir import read_token
 from maru_core.sizes import format_size
 
 #: Exit code when no server answers.
@@ -44,21 +42,21 @@ def status(runtime_dir: str | None, url: str | None, keys: str | None, as_json: 
         if as_json:
             click.echo(json.dumps({"running": False, "url": address, "reason": reason}))
         else:
-            click.echo(f"No Maru server runs at {address}: {reason}.")
+            click.echo(visible(f"No Maru server runs at {address}: {reason}."))
             click.echo("Start one with `maru serve`; engines with maru_server_url=auto start one by themselves.")
         sys.exit(EXIT_ABSENT)
     if as_json:
         click.echo(json.dumps({"running": True, "url": address, **stats}))
     else:
-        click.echo("\n".join(describe(address, stats)))
+        click.echo("\n".join(visible(line) for text in describe(address, stats) for line in text.split("\n")))
 
 
 def _namespaces(target: Target, timeout: float) -> list[dict[str, Any]]:
     """All of them, where the credential is at hand; none otherwise."""
-    if target.token_file is None or not os.access(target.token_file, os.R_OK):
+    if target.folder is None:
         return []
     try:
-        return target.peek(timeout).namespaces(read_token(target.token_file))
+        return target.peek(timeout).namespaces(target.folder.read_credential())
     except (ConfigError, ServerError):
         # An address without keys, or a credential that was replaced: totals are all there is.
         return []

@@ -69,6 +69,8 @@ MAX_MESSAGE: Final = 8 * 1024 * 1024
 MAX_KEYS: Final = 112_000
 #: Longest namespace descriptor and other text, in bytes.
 MAX_TEXT: Final = 16 * 1024
+#: Longest role, host and name of a client, in bytes: each record of a session must stay small.
+MAX_NAME: Final = 1024
 #: ``entry`` of a key that has no location.
 NO_ENTRY: Final = 0xFFFF_FFFF
 
@@ -102,7 +104,12 @@ class AdminVerb(str, Enum):
     RESET = "reset"
     QUOTA = "quota"
     EVICT = "evict"
+    FORGET = "forget"
     STOP = "stop"
+
+
+#: What RESET of administration has in place of a digest when it is about every namespace.
+EVERYTHING: Final = "all"
 
 
 class Code(IntEnum):

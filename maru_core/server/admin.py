@@ -17,7 +17,7 @@ from maru_core.errors import ProtocolError
 from maru_core.namespace import facts_of
 from maru_core.pool_format import DIGEST_SIZE
 from maru_core.protocol.codec import describe
-from maru_core.protocol.messages import AdminVerb, Code
+from maru_core.protocol.messages import EVERYTHING, AdminVerb, Code
 from maru_core.server import requests, stats
 from maru_core.server.directory import Directory
 from maru_core.server.index import KeyIndex
@@ -44,7 +44,7 @@ class Administration:
     """Checks the credential and carries out verbs. ``clock`` in seconds, as that of the sessions.
 
     ``hide`` begins a new weights epoch in namespaces, and returns what each has to free. ``token`` ``None``: every
-    request is refused. ``stop`` ends the server soon.
+    request is refused. ``stop`` ends the server soon. ``forget`` ends a session whose death nothing can prove.
     """
 
     directory: Directory
@@ -53,6 +53,7 @@ class Administration:
     hide: Callable[[Sequence[NamespaceState]], Sequence[KeyIndex | None]]
     token: str | None = None
     stop: Callable[[], None] = field(default=lambda: None)
+    forget: Callable[[Session], Steps] | None = None
     _wrong: dict[str, int] = field(init=False, factory=dict)
     _running: int = field(init=False, default=0)
     _log: Any = field(init=False, factory=lambda: structlog.get_logger(__name__))
@@ -102,6 +103,7 @@ class Administration:
             AdminVerb.RESET: self._reset,
             AdminVerb.QUOTA: self._quota,
             AdminVerb.EVICT: self._evict,
+            AdminVerb.FORGET: self._forget,
             AdminVerb.STOP: self._stop,
         }
 
@@ -140,7 +142,9 @@ class Administration:
         }
 
     def _reset(self, raw: list[Any]) -> Steps:
-        chosen = self._chosen(requests.arguments(raw, 1)[0])
+        (wanted,) = requests.arguments(raw, 1)
+        # Never for an empty digest: that is what becomes of a variable that nobody set.
+        chosen = list(self.directory.namespaces) if wanted == EVERYTHING else [self._chosen(wanted)]
         hidden: list[KeyIndex | None] = []
         for at in range(0, len(chosen), _HIDDEN):
             if at:
@@ -155,12 +159,12 @@ class Administration:
         yield from ()
         digest, limit = requests.arguments(raw, 2)
         requests.number(limit, "quota")
-        (state,) = self._chosen(digest, several=False)
+        state = self._chosen(digest)
         self.directory.set_quota(state, limit or None)
         return [limit]
 
     def _evict(self, raw: list[Any]) -> Steps:
-        (state,) = self._chosen(requests.arguments(raw, 1)[0], several=False)
+        state = self._chosen(requests.arguments(raw, 1)[0])
         if self.directory.frozen:
             raise ProtocolError("sessions of the server before this one may still read; try again when they are back")
         before = self.directory.counters["evicted"]
@@ -170,20 +174,27 @@ class Administration:
                 yield
         return [self.directory.counters["evicted"] - before]
 
+    def _forget(self, raw: list[Any]) -> Steps:
+        number = requests.number(requests.arguments(raw, 1)[0], "session")
+        session = self.sessions.get(number)
+        if session is None or self.forget is None:
+            raise ProtocolError(f"no session is {number:016x}")
+        yield from self.forget(session)
+        return []
+
     def _stop(self, raw: list[Any]) -> Steps:
         yield from ()
         requests.arguments(raw, 0)
         self.stop()
         return []
 
-    def _chosen(self, digest: object, several: bool = True) -> list[NamespaceState]:
-        """The namespace of a digest; all of them for an empty one, where that is allowed."""
-        if type(digest) is not bytes or len(digest) not in ((0, DIGEST_SIZE) if several else (DIGEST_SIZE,)):
+    def _chosen(self, digest: object) -> NamespaceState:
+        if type(digest) is not bytes or len(digest) != DIGEST_SIZE:
             raise ProtocolError(f"a namespace is named by a digest of {DIGEST_SIZE} bytes, got {describe(digest)}")
-        found = [state for state in self.directory.namespaces if not digest or state.digest == digest]
-        if digest and not found:
-            raise ProtocolError(f"no namespace has the digest {digest.hex()}")
-        return found
+        for state in self.directory.namespaces:
+            if state.digest == digest:
+                return state
+        raise ProtocolError(f"no namespace has the digest {digest.hex()}")
 
 
 def _namespace(state: NamespaceState, directory: Directory) -> dict[str, Any]:

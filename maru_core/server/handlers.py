@@ -117,6 +117,7 @@ class Handlers:
         self._life = SessionLife(
             self.directory, self.sessions, self.proofs, self.access, self.clock, self.dma_grace, self.pid
         )
+        self.administration.forget = self._life.forget
         self._operations = {**self._work.table(), Op.ATTACH: self._life.attach, Op.BYE: self._life.bye}
 
     # -- the edge --------------------------------------------------------------------------------------------------

@@ -16,8 +16,11 @@ from maru_core.server import requests
 from maru_core.server.directory import Directory
 from maru_core.server.liveness import SessionRecord
 from maru_core.server.requests import Refusal
-from maru_core.server.sessions import Session, SessionRegistry
+from maru_core.server.sessions import PATIENCE, Session, SessionRegistry
 from maru_core.server.steps import SLICE, Steps
+
+#: Sessions that one line of the log names.
+_NAMED = 10
 
 
 class Proofs(Protocol):
@@ -69,6 +72,8 @@ class SessionLife:
         #: Whether :meth:`sweep` has something to do that clients wait for.
         self.sweep_soon = False
         self._thawing = False
+        self._started = clock()
+        self._told_awaited = False
         #: Closed sessions whose holdings are being freed.
         self._ending = 0
         self._log = structlog.get_logger(__name__)
@@ -85,7 +90,20 @@ class SessionLife:
             self._directory.counters["expired_sessions"] += 1
         for session in silent:
             if session not in gone:
-                self._log.warning("session is silent, what it holds is kept", session=session.id, name=session.name)
+                self._log.warning(
+                    "session is silent, what it holds is kept",
+                    session=session.id,
+                    name=session.name,
+                    remedy=f"`maru admin forget {session.id:016x}` when its process is gone",
+                )
+        if self._directory.frozen and not self._told_awaited and now - self._started > PATIENCE:
+            self._told_awaited = True
+            self._log.warning(
+                "nothing is evicted while sessions of the server before this one are awaited",
+                sessions=[f"{session:016x}" for session in self._sessions.awaited][:_NAMED],
+                awaited=len(self._sessions.awaited),
+                remedy="see `maru admin sessions`; `maru admin forget SESSION` when its process is gone",
+            )
         work = [self._end(session) for session in gone]
         if self._directory.frozen and not self._sessions.awaited and not self._thawing:
             self._thawing = True
@@ -133,7 +151,12 @@ class SessionLife:
             session = self._sessions.get(hello.resume.session)
             if session is not None and session.owner != identity:
                 session = None
-        if hello.resume is not None and session is not None and session.resumable and session.namespace is namespace:
+        if (
+            hello.resume is not None
+            and session is not None
+            and session.resumable
+            and self._sessions.belongs(session, namespace)
+        ):
             yield from self._resume(session, hello.resume)
             path = self._proofs.path_of(session.id)
         else:
@@ -198,6 +221,21 @@ class SessionLife:
         """End the session."""
         requests.arguments(raw, 0)
         return (yield from self._end(session))
+
+    def forget(self, session: Session) -> Steps:
+        """End a session because an operator says that its owner is dead, where nothing else can tell.
+
+        Raises ProtocolError for any other session.
+        """
+        if not session.attached or (session.proof and not session.awaited):
+            raise ProtocolError(
+                f"session {session.id:016x} is neither awaited nor without proof: it ends with its process"
+            )
+        self._log.warning("session forgotten by order", session=session.id, name=session.name)
+        self._directory.counters["expired_sessions"] += 1
+        yield from self._end(session)
+        self.sweep_soon = True
+        return []
 
     def _end(self, session: Session) -> Steps:
         self._sessions.close(session)

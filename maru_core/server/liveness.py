@@ -11,20 +11,34 @@ import fcntl
 import json
 import os
 import stat
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 import structlog
-from attrs import asdict, fields, frozen
+from attrs import asdict, frozen
 
 from maru_core.errors import ConfigError
 
-#: Longest record that is read, in bytes.
-_MOST = 4096
+#: Longest record that is read, in bytes: more than names of the greatest length need, however they are escaped.
+_MOST = 32 * 1024
+_KINDS: Final[Mapping[str, type]] = {
+    "digest": str,
+    "role": str,
+    "name": str,
+    "proof": bool,
+    "dma": bool,
+    "owner": str,
+}
 
 
 @frozen
 class SessionRecord:
-    """What the next server has to know of an attached session: ``digest`` is its namespace's, in hexadecimal."""
+    """What the next server has to know of an attached session.
+
+    ``digest`` is its namespace's, in hexadecimal, and empty when a damaged record does not tell.
+    """
 
     digest: str
     role: str
@@ -33,6 +47,24 @@ class SessionRecord:
     dma: bool
     #: Public key of the client that it belongs to; empty where clients have none.
     owner: str = ""
+
+    def to_line(self) -> bytes:
+        """As a line of text that shows damage: CRC-32 in hexadecimal, and JSON."""
+        text = json.dumps(asdict(self)).encode()
+        return b"%08x %s\n" % (zlib.crc32(text), text)
+
+    @classmethod
+    def from_line(cls, line: bytes) -> SessionRecord:
+        """Read what :meth:`to_line` made, by this version or a later one; raises ValueError."""
+        checksum, _, text = line.rstrip(b"\n").partition(b" ")
+        if checksum != b"%08x" % zlib.crc32(text):
+            raise ValueError("the checksum does not match")
+        found = json.loads(text)
+        values = {name: found[name] for name in _KINDS if name in found}
+        if any(type(value) is not _KINDS[name] for name, value in values.items()):
+            raise ValueError("a value of another type")
+        bytes.fromhex(values["digest"])
+        return cls(**values)
 
 
 class SessionLocks:
@@ -59,7 +91,7 @@ class SessionLocks:
         for path in files:
             record = self._take_over(path)
             if record is None:
-                path.unlink(missing_ok=True)
+                _remove(path)
             else:
                 earlier[int(path.stem, 16)] = record
         return earlier
@@ -76,20 +108,14 @@ class SessionLocks:
 
     def record(self, session: int, record: SessionRecord) -> None:
         """Write down whose session it is, from when on it may hold something. Raises OSError."""
-        line = json.dumps(asdict(record)).encode() + b"\n"
+        line = record.to_line()
         # One small write: it is there in whole or not at all when this process is killed.
         os.pwrite(self._descriptors[session], line, 0)
         os.ftruncate(self._descriptors[session], len(line))
 
     def held(self, session: int) -> bool:
         """Whether somebody holds the lock now."""
-        descriptor = self._descriptors[session]
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-        return False
+        return _is_locked(self._descriptors[session])
 
     def remove(self, session: int) -> None:
         """Forget the session and unlink its file: everything that it held is free."""
@@ -119,17 +145,34 @@ class SessionLocks:
                 # Never attached, so it holds nothing.
                 os.close(descriptor)
                 return None
-            record = SessionRecord(**json.loads(line))
-            kinds = {"digest": str, "role": str, "name": str, "proof": bool, "dma": bool, "owner": str}
-            if any(type(getattr(record, entry.name)) is not kinds[entry.name] for entry in fields(SessionRecord)):
-                raise ValueError("a value of another type")
-            bytes.fromhex(record.digest)
-        except (OSError, ValueError, TypeError) as error:
-            # Whoever has it may still use memory, and nobody knows which: never dead without a proof.
-            structlog.get_logger(__name__).warning("session record damaged", path=str(path), reason=str(error))
-            record = SessionRecord("", "unknown", "", False, False)
+            record = SessionRecord.from_line(line)
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            # Whoever has it may still use memory, and nobody knows which. Its lock is proof enough when it holds it,
+            # and devices may move bytes for it; without a lock it may be any session that never had one.
+            proof = _is_locked(descriptor)
+            structlog.get_logger(__name__).warning(
+                "session record damaged", session=path.stem, path=str(path), proof=proof, reason=repr(error)
+            )
+            record = SessionRecord("", "unknown", "", proof, True)
         self._descriptors[number] = descriptor
         return record
 
     def _path(self, session: int) -> Path:
         return self._folder / f"{session:016x}.lock"
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        # A folder, say: no session has that name, and nothing else depends on it.
+        structlog.get_logger(__name__).warning("not a session's lock file", path=str(path), reason=str(error))
+
+
+def _is_locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False

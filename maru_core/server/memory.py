@@ -129,8 +129,10 @@ def start_warm(
     def writer(number: int, namespace: NamespaceState) -> Session:
         known = sessions.get(number)
         if known is not None:
+            # A record that was damaged does not tell whose it is, but this header does.
+            sessions.belongs(known, namespace)
             return known
-        log.warning("the record of a writing session is lost: its pages stay taken", session=number)
+        log.warning("the record of a writing session is lost: its pages stay taken", session=f"{number:016x}")
         lost = SessionRecord(namespace.digest.hex(), "unknown", "", False, False)
         return sessions.adopt(number, namespace, lost, now)
 
@@ -139,8 +141,10 @@ def start_warm(
         try:
             pools.add_all(memory, take_over)
             directory = _directory(memory, pools, epochs)
+            unknown = directory.namespaces.unknown()
             for number, record in earlier.items():
-                namespace = directory.namespaces.of_digest(bytes.fromhex(record.digest))
+                digest = bytes.fromhex(record.digest)
+                namespace = directory.namespaces.of_digest(digest) if digest else unknown
                 sessions.adopt(number, namespace, record, now)
             found = directory.recover(writer)
         except MaruError as error:

@@ -110,6 +110,11 @@ class Namespaces:
         self._by_digest[digest] = self.by_number[state.number] = state
         return state
 
+    def unknown(self) -> NamespaceState:
+        """One that is not among these: of a session that has not said which is its own. Holds nothing."""
+        nothing = [0] * self._pools
+        return NamespaceState(-1, None, b"", self.new_index(), nothing, list(nothing))
+
     def epochs(self) -> dict[bytes, int]:
         """Every weights epoch other than 0, by digest."""
         current = {state.digest: state.weights_epoch for state in self if state.weights_epoch}

@@ -11,7 +11,7 @@ from attrs import frozen
 from maru_core.errors import ProtocolError
 from maru_core.pool_format import KEY_SIZE
 from maru_core.protocol.codec import describe, unpack_u32, unpack_u64
-from maru_core.protocol.messages import MAX_KEYS, MAX_TEXT, Code
+from maru_core.protocol.messages import MAX_KEYS, MAX_NAME, MAX_TEXT, Code
 
 _U64 = 1 << 64
 _KEY = f"{KEY_SIZE}s"
@@ -67,6 +67,8 @@ def hello(raw: list[Any]) -> Hello:
     pid, host, name = who
     if not is_u64(pid) or type(host) is not str or type(name) is not str:
         raise ProtocolError("HELLO needs [pid (number), host (text), name (text)]")
+    if any(len(text.encode("utf-8", "surrogatepass")) > MAX_NAME for text in (role, host, name)):
+        raise ProtocolError(f"role, host and name of a client have at most {MAX_NAME} bytes each")
     if type(descriptor) is not bytes or not 0 < len(descriptor) <= MAX_TEXT:
         raise ProtocolError(f"a namespace descriptor is 1 to {MAX_TEXT} bytes, got {describe(descriptor)}")
     return Hello(version, role, name, descriptor, number(quota, "quota"), _resume(resume))

@@ -26,6 +26,7 @@ from maru_core.runtime_dir import RuntimeDir, check_url
 from maru_core.server.eviction import least_recently_used
 from maru_core.server.handlers import Handlers
 from maru_core.server.heap import give_back_large_blocks
+from maru_core.server.keeping import FolderKeeper
 from maru_core.server.listening import KeyWatch, authenticator, listen
 from maru_core.server.liveness import SessionLocks
 from maru_core.server.loop import ServerLoop
@@ -64,7 +65,7 @@ class ServerSettings:
 def run_server(
     settings: ServerSettings, backend: StorageBackend, *, ready: Callable[[str], None] | None = None
 ) -> None:
-    """Serve until SIGTERM, SIGINT or idle; ``ready`` is called with the address once clients can connect.
+    """Serve until SIGTERM, SIGINT, SIGHUP or idle; ``ready`` is called with the address once clients can connect.
 
     What a killed server of this runtime folder left in memory is served again if it is still there and as it was left;
     else the start is cold. Raises AlreadyRunning when another server has the runtime folder, ConfigError for a setting,
@@ -78,14 +79,21 @@ def run_server(
     url = check_url(settings.url, secured=settings.keys is not None) if settings.url else runtime.url
     keys = None
     if settings.keys is not None and url.startswith("tcp:"):
-        keys = KeyRing.load(settings.keys)
+        try:
+            keys = KeyRing.load(settings.keys)
+        except OSError as error:
+            raise ConfigError(f"cannot read keys from {settings.keys}: {error.strerror}") from error
     with ExitStack() as cleanup:
         cleanup.callback(os.close, runtime.lock_server())
         locks = SessionLocks(runtime.sessions)
         earlier = locks.prepare()
+        keeper = FolderKeeper(runtime, time.monotonic, settings.pool_path)
+        cleanup.callback(keeper.close)
+        keeper()
         cleanup.callback(locks.close, settings.keep_pools)
         weights = WeightsFile(runtime.weights)
         epochs = weights.load()
+        cleanup.callback(weights.retry)
         _allow_many_sessions()
         give_back_large_blocks()
         memory = Memory(
@@ -112,7 +120,7 @@ def run_server(
             directory, sessions, locks, weights, epoch, os.getpid(), time.monotonic, settings.dma_grace, access=keys
         )
         context: zmq.Context[zmq.Socket[bytes]] = cleanup.enter_context(zmq.Context())
-        chores: list[Callable[[], None]] = []
+        chores: list[Callable[[], None]] = [weights.retry, keeper]
         if keys is not None:
             cleanup.enter_context(authenticator(context, keys))
             chores.append(KeyWatch(keys))
@@ -176,7 +184,10 @@ def _allow_many_sessions() -> None:
 
 @contextmanager
 def _stop_on_signal(loop: ServerLoop) -> Iterator[None]:
-    """SIGTERM and SIGINT end the loop, where handlers can be set at all (the main thread)."""
+    """SIGTERM, SIGINT and SIGHUP end the loop, where handlers can be set at all (the main thread).
+
+    A SIGHUP that is ignored, as under ``nohup``, stays ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -184,7 +195,10 @@ def _stop_on_signal(loop: ServerLoop) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         loop.stop()
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     finally:

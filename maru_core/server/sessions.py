@@ -12,6 +12,8 @@ from maru_core.server.holdings import EntryCounts, EntrySet
 from maru_core.server.liveness import SessionRecord
 from maru_core.server.namespaces import NamespaceState
 
+#: Digest of :meth:`Namespaces.unknown`.
+UNKNOWN = b""
 #: Requests with effects that a session can still cancel, and cancelled ids that are waited for, per session.
 UNDO_LIMIT = 1024
 #: A session that has not attached by then is dropped; a silent one without proof counts as quarantined. Seconds.
@@ -134,6 +136,14 @@ class SessionRegistry:
         self._by_id[number] = self.awaited[number] = session
         namespace.sessions[number] = session
         return session
+
+    def belongs(self, session: Session, namespace: NamespaceState) -> bool:
+        """Whether ``session`` is of ``namespace``; one whose record was damaged is of the first that it names."""
+        if session.namespace.digest == UNKNOWN:
+            session.namespace.sessions.pop(session.id, None)
+            session.namespace = namespace
+            namespace.sessions[session.id] = session
+        return session.namespace is namespace
 
     def resumed(self, session: Session) -> None:
         """The owner of an awaited session said what it uses."""

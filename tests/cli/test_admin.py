@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 from pathlib import Path
 
@@ -14,9 +16,13 @@ from maru_core.cli import main
 from maru_core.client import StoreResult
 from maru_core.client.peek import Peek
 from maru_core.errors import Unavailable
+from maru_core.namespace import Namespace
+from maru_core.protocol import PROTOCOL_VERSION, Op
+from maru_core.server.liveness import SessionRecord
 from maru_core.testing import ServerFactory
 from tests.client.real import Folder
 from tests.server.keyed import free_port, own_address
+from tests.server.raw import RawClient
 
 
 def maru(*arguments: object) -> Result:
@@ -85,6 +91,23 @@ def test_an_operator_evicts(folder: Folder) -> None:
     held.close()
 
 
+def test_an_operator_forgets_a_session(folder: Folder) -> None:
+    handler = folder.connect()
+    assert handler.store("a", b"x") is StoreResult.STORED
+    (session,) = json.loads(admin(folder, "sessions", "--json").output)
+    refused = admin(folder, "forget", f"{session['session']:016x}")
+    assert refused.exit_code == 1
+    assert "ends with its process" in refused.output
+    os.kill(folder.pid(), signal.SIGKILL)
+    (lock,) = (folder.path / "sessions").glob("*.lock")
+    # As a process in another kernel leaves it: no lock tells whether it lives.
+    lock.with_name(f"{1:016x}.lock").write_bytes(SessionRecord("ab" * 16, "client", "gone", False, False).to_line())
+    folder.connect()
+    assert "awaited, without proof" in admin(folder, "sessions").output
+    assert admin(folder, "forget", "1").output == "0000000000000001 is forgotten\n"
+    assert 1 not in [one["session"] for one in json.loads(admin(folder, "sessions", "--json").output)]
+
+
 def test_an_operator_stops_the_server(maru_server: ServerFactory) -> None:
     server = maru_server()
     result = maru("admin", "--runtime-dir", server.runtime_dir, "stop")
@@ -102,8 +125,18 @@ def test_an_operator_stops_the_server(maru_server: ServerFactory) -> None:
         (("reset", "00" * 16, "--all"), "--all"),
         (("reset", "nonsense"), "no digest"),
         (("reset", "00" * 16), "no namespace has the digest"),
-        (("evict", "00"), "16 bytes"),
+        (("reset", ""), "no digest"),
+        (("reset", " "), "no digest"),
+        (("evict", "00"), "32 hexadecimal digits"),
         (("quota", "00" * 16, "lots"), "no size"),
+        (("quota", "00" * 16, "9" * 30), "no size"),
+        (("quota", "00" * 16, "9" * 5000), "no size"),
+        (("quota", "00" * 16, "9" * 400 + ".5T"), "no size"),
+        (("quota", "00" * 16, "0.0001"), "no size"),
+        (("forget", "nonsense"), "no session"),
+        (("forget", "0"), "no session"),
+        (("forget", "1" + "0" * 16), "no session"),
+        (("forget", "abc"), "no session is 0000000000000abc"),
     ],
 )
 def test_mistakes_are_named(folder: Folder, arguments: tuple[str, ...], word: str) -> None:
@@ -197,3 +230,72 @@ def test_sessions_of_a_reset_namespace_find_the_new_weights_epoch(folder: Folder
     later = folder.connect()
     assert later.store("a", b"x") is StoreResult.STORED
     assert handler.retrieve("a") is None, "an engine that still runs the old weights"
+
+
+@pytest.mark.parametrize("verb", ["namespaces", "sessions", "reset", "quota", "evict", "forget", "stop"])
+def test_help_needs_no_server(tmp_path: Path, verb: str) -> None:
+    result = maru("admin", "--runtime-dir", tmp_path / "none", verb, "--help")
+    assert result.exit_code == 0, result.output
+    assert "Usage" in result.output
+
+
+def test_names_do_not_reach_the_terminal_as_they_are(folder: Folder) -> None:
+    evil = "x\x1b[2J\x1b]0;title\x07\ny\r\x9b1m\u202e"
+    handler = folder.connect(Namespace.of({"model": evil}))
+    handler.store("a", b"x")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    client = RawClient(context, f"ipc://{folder.path}/server.sock", 10.0)
+    client.call(Op.HELLO, PROTOCOL_VERSION, evil, [1, "h", evil], b"\x90", 0, [])
+    for verb in ("namespaces", "sessions"):
+        shown = admin(folder, verb).output
+        assert "x\\x1b[2J\\x1b]0;title\\x07\\ny\\r\\x9b1m\\u202e" in shown
+        assert all(character.isprintable() for character in shown.replace("\n", ""))
+        assert len(shown.splitlines()) == {"namespaces": 3, "sessions": 3}[verb]
+    client.close()
+    context.destroy(0)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "y/" * 3000, "z" * 90])
+def test_a_folder_with_a_long_name_is_named(tmp_path: Path, name: str) -> None:
+    for command in (("status",), ("admin", "sessions")):
+        where = ("--runtime-dir", tmp_path / name)
+        result = maru(command[0], *where, *command[1:])
+        assert isinstance(result.exception, SystemExit)
+        assert result.exit_code in (1, 2)
+        assert "maru_runtime_dir" in result.output
+
+
+def test_keys_that_cannot_be_reached_are_named(tmp_path: Path) -> None:
+    result = maru("status", "--url", "tcp://127.0.0.1:1", "--keys", tmp_path / ("k" * 300))
+    assert isinstance(result.exception, SystemExit)
+    assert "File name too long" in result.output
+
+
+def test_what_a_killed_server_wrote_is_not_believed(maru_server: ServerFactory, maru_runtime_dir: Path) -> None:
+    server = maru_server(server_url=f"tcp://127.0.0.1:{free_port('127.0.0.1')}")
+    server.process.kill()
+    server.process.wait()
+    assert (maru_runtime_dir / "server.json").exists()
+    (maru_runtime_dir / "server.json").write_text(json.dumps({"url": "tcp://10.0.0.1:5", "pid": 1}))
+    for command in (("status",), ("admin", "sessions")):
+        result = maru(command[0], "--runtime-dir", maru_runtime_dir, *command[1:])
+        assert result.exit_code == 1
+        assert "server.sock" in result.output
+        assert "10.0.0.1" not in result.output
+
+
+def test_a_key_is_bound_to_nothing_by_mistake_only(tmp_path: Path) -> None:
+    for value in ("", " "):
+        result = maru("keygen", tmp_path / "keys", "--namespace", value)
+        assert result.exit_code == 2
+        assert "--namespace needs a value" in result.output
+    assert not (tmp_path / "keys").exists()
+
+
+def test_folders_above_the_keys_are_private(tmp_path: Path) -> None:
+    mask = os.umask(0)
+    try:
+        assert maru("keygen", tmp_path / "above" / "keys").exit_code == 0
+    finally:
+        os.umask(mask)
+    assert (tmp_path / "above").stat().st_mode & 0o777 == 0o700

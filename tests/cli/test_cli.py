@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from maru_core.cli import main
 from tests.client.real import Folder
+from tests.server.test_sessions import wait_for
 
 
 def maru(*arguments: str) -> Result:
@@ -85,9 +86,70 @@ def test_a_second_server_is_told_of_the_first(folder: Folder) -> None:
 def test_serve_names_a_wrong_setting(maru_runtime_dir: Path) -> None:
     wrong = serve(maru_runtime_dir, "--pool-size", "lots")
     assert wrong.returncode == 1
-    assert "maru_pool_size" in wrong.stderr
-    assert "lots" in wrong.stderr
+    assert "--pool-size is 'lots'; expected" in wrong.stderr
     assert "Traceback" not in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--granule", "5"), "--granule is '5'; expected"),
+        (("--url", "http://x"), "--url is 'http://x'; expected"),
+        (("--idle-exit", "-1"), "--idle-exit is '-1'; expected"),
+        (("--pool-size", "9" * 30), "--pool-size is '999"),
+        (("--namespace-quota", "0.0001"), "--namespace-quota is '0.0001'"),
+        (("--url", "tcp://127.0.0.1:5", "--keys", "/" + "k" * 300), "no key file /kkk"),
+        (("--granule", "5", "--report-fd", "77"), "--granule"),
+        (("--granule", "5", "--report-fd", "-1"), "--granule"),
+        (("--granule", "5", "--report-fd", "9" * 30), "--granule"),
+        (("--runtime-dir", "/etc/passwd"), "/etc/passwd is not a folder"),
+        (("--runtime-dir", "/" + "x" * 300), "File name too long"),
+    ],
+)
+def test_serve_says_what_is_wrong_in_a_line(maru_runtime_dir: Path, arguments: tuple[str, ...], words: str) -> None:
+    wrong = serve(maru_runtime_dir, *arguments)
+    assert wrong.returncode == 1
+    assert words in wrong.stderr
+    assert "Traceback" not in wrong.stderr
+
+
+@pytest.mark.parametrize("name", ["server.lock", "server.json", "weights.json", "admin.token", "server.sock"])
+def test_serve_names_a_folder_in_the_place_of_a_file(maru_runtime_dir: Path, name: str) -> None:
+    (maru_runtime_dir / name).mkdir()
+    wrong = serve(maru_runtime_dir, "--pool-size", "1M", "--pool-path", str(maru_runtime_dir))
+    assert wrong.returncode == 1
+    assert name in wrong.stderr
+    assert "Traceback" not in wrong.stderr
+
+
+def test_a_setting_of_the_environment_is_named_as_there(
+    maru_runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MARU_CHUNK_SIZE", "5")
+    assert "MARU_CHUNK_SIZE is '5' (from the environment)" in serve(maru_runtime_dir).stderr
+
+
+@pytest.mark.parametrize(("command", "ends"), [((), True), (("nohup",), False)])
+def test_hanging_up_ends_a_server_cleanly(maru_runtime_dir: Path, command: tuple[str, ...], ends: bool) -> None:
+    serving = [sys.executable, "-m", "maru_core.cli", "serve", "--runtime-dir", str(maru_runtime_dir)]
+    serving += ["--pool-size", "1M", "--pool-path", str(maru_runtime_dir)]
+    # A folder with a lock file's name is no reason not to start.
+    (maru_runtime_dir / "sessions").mkdir(mode=0o700)
+    (maru_runtime_dir / "sessions" / "0000000000000001.lock").mkdir()
+    process = subprocess.Popen([*command, *serving], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    try:
+        wait_for((maru_runtime_dir / "server.json").exists, 20)
+        wait_for(lambda: maru("status", "--runtime-dir", str(maru_runtime_dir)).exit_code == 0)
+        process.send_signal(signal.SIGHUP)
+        if ends:
+            assert process.wait(10) == 0
+            assert not (maru_runtime_dir / "server.json").exists()
+        else:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(1)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_serve_names_an_unknown_backend(maru_runtime_dir: Path) -> None:

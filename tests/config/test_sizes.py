@@ -19,13 +19,23 @@ from maru_core.sizes import format_size, parse_size
         ("17", 17),
         ("17B", 17),
         (4096, 4096),
+        ("0", 0),
+        ("0.0", 0),
+        ("0.5K", 512),
+        ("0.000", 0),
+        ("0.3G", 322122547),
+        ("0.0009765625K", 1),
+        ("9" * 400, int("9" * 400)),
+        ("9" * 400 + ".5", int("9" * 400)),
     ],
 )
 def test_sizes_are_powers_of_1024(text: object, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "G", "4X", "4 G B", "-1", "1e9", "0x10", "4Gi b", None, True, 1.5, [], b"4G", -1])
+@pytest.mark.parametrize(
+    "text", ["", "G", "4X", "4 G B", "-1", "1e9", "0x10", "4Gi b", None, True, 1.5, [], b"4G", -1, "0.0001", "0.0001K"]
+)
 def test_anything_else_is_refused(text: object) -> None:
     with pytest.raises(ValueError, match="size"):
         parse_size(text)

@@ -12,7 +12,7 @@ from attrs import define, field
 
 from maru_core.namespace import digest_of
 from maru_core.protocol import MAX_KEYS, MAX_MESSAGE, NO_ENTRY, PROTOCOL_VERSION, Op
-from maru_core.protocol.messages import AdminVerb
+from maru_core.protocol.messages import EVERYTHING, AdminVerb
 
 #: Numbers at which something ends.
 EDGES = (0, 1, 2, 31, 32, 63, 64, 127, 128, 255, 256, 511, 512, 513, 65535, 65536, MAX_KEYS, NO_ENTRY - 1, NO_ENTRY)
@@ -88,7 +88,7 @@ class Speaker:
             verb = chance.choice(list(AdminVerb))
             digest = chance.choice([b"", bytes(16), digest_of(bytes([0x90 + chance.randrange(4)]))])
             more: dict[AdminVerb, list[Any]] = {
-                AdminVerb.RESET: [digest],
+                AdminVerb.RESET: [chance.choice([digest, EVERYTHING])],
                 AdminVerb.QUOTA: [digest, chance.choice(EDGES[:20])],
                 AdminVerb.EVICT: [digest],
                 AdminVerb.STOP: [],

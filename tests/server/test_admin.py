@@ -83,7 +83,7 @@ def test_reset_of_one_and_of_all(server, connect, operator, token):
     assert blue.probe(KEYS) == b"\1" * 4
     red.weights_epoch = 1
     red.store(keys(0, 1))
-    assert operator.admin(token, "reset", b"") == [2]
+    assert operator.admin(token, "reset", "all") == [2]
     assert blue.probe(KEYS) == bytes(4)
     pool = red.stats()["pools"][0]
     assert pool["free"] == pool["capacity"]
@@ -201,6 +201,8 @@ def test_malformed_requests_are_named(server, operator, token):
         [token, "sing"],
         [token, "reset"],
         [token, "reset", b"short"],
+        [token, "reset", b""],
+        [token, "reset", "everything"],
     ):
         with pytest.raises(Refused) as refused:
             operator.call(Op.ADMIN, *arguments)

@@ -6,12 +6,14 @@ import json
 import os
 import signal
 import time
+import zlib
 from pathlib import Path
 
 import pytest
 
 from maru_core.pool_format import HEADER_SIZE, State
-from maru_core.protocol import Code, Op, ReserveStatus
+from maru_core.protocol import PROTOCOL_VERSION, Code, Op, ReserveStatus
+from maru_core.server.liveness import SessionRecord
 from tests.server.raw import RawClient, Refused, keys
 from tests.server.test_sessions import holder, wait_for
 
@@ -161,6 +163,95 @@ def test_pages_whose_writer_is_not_known_stay_taken(start_server, connect):
     assert capacity(other)["free"] == capacity(other)["capacity"] - 3 * 4096
 
 
+def flipped_digest(line: bytes) -> bytes:
+    at = line.index(b'"digest": "') + 11
+    return line[:at] + (b"1" if line[at : at + 1] != b"1" else b"2") + line[at + 1 :]
+
+
+DAMAGES = {
+    "digest": flipped_digest,
+    "garbage": lambda line: os.urandom(len(line)),
+    "nested": lambda line: b"[" * 30_000,
+    "checksummed nonsense": lambda line: b"%08x %s\n" % (zlib.crc32(b"[" * 30_000), b"[" * 30_000),
+    "half": lambda line: line[: len(line) // 2],
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_record_costs_nothing_while_the_lock_tells(start_server, connect, holder, how):
+    server = start_server(*SIXTEEN)
+    process = holder(server)
+    client = connect(server).hello()
+    client.store(keys(100, 2))
+    lease, _, read = client.acquire(keys(100, 2))
+    _, entries, generations = client.reserve(keys(200, 2))
+    reader = connect(server).hello()
+    theirs, _, also_read = reader.acquire(keys(100, 2))
+    kill(server)
+    for path in (server.folder / "sessions").glob("*.lock"):
+        path.write_bytes(DAMAGES[how](path.read_bytes()))
+    server = start_server(*SIXTEEN)
+    assert client.resume(server.url, (entries, generations), {lease: (read, [1] * 2)}), "nothing of it is lost"
+    assert reader.resume(server.url, reading={theirs: (also_read, [1] * 2)}), "also where only HELLO tells"
+    assert client.commit(entries, generations) == bytes(2)
+    process.kill()
+    process.wait()
+    # Its lock is free now: it is known to be dead, and nobody is awaited any more.
+    wait_for(lambda: capacity(client)["reserved"] + capacity(client)["quarantined"] == 0, 8)
+    wait_for(lambda: client.reserve(keys(300, 11))[0].count(ReserveStatus.NO_ROOM) == 0)
+
+
+def test_a_record_of_a_later_version_is_understood(start_server, connect):
+    server = start_server()
+    client = connect(server).hello()
+    client.reserve(keys(0, 1))
+    kill(server)
+    path = Path(client.lock_path)
+    record = json.loads(path.read_bytes().split(b" ", 1)[1])
+    text = json.dumps({**record, "colour": "red", "name": "n" * 9000}).encode()
+    path.write_bytes(b"%08x %s\n" % (zlib.crc32(text), text))
+    server = start_server()
+    token = (server.folder / "admin.token").read_text().strip()
+    ((session,), _) = connect(server).admin(token, "sessions", 0)
+    assert (session["session"], session["awaited"], session["proof"]) == (client.session, True, True)
+    assert session["namespace"] == record["digest"]
+
+
+def test_an_operator_forgets_who_never_comes_back(start_server, connect):
+    server = start_server(*SIXTEEN)
+    far, lives = connect(server).hello(proof=False), connect(server).hello()
+    far.store(keys(0, 8))
+    far.reserve(keys(20, 2))
+    kill(server)
+    server = start_server(*SIXTEEN)
+    token = (server.folder / "admin.token").read_text().strip()
+    assert lives.resume(server.url)
+    operator = connect(server)
+    assert lives.reserve(keys(100, 9))[0].count(ReserveStatus.NO_ROOM) > 0
+    awaited = [one["session"] for one in operator.admin(token, "sessions", 0)[0] if one["awaited"]]
+    assert awaited == [far.session]
+    for wrong, text in ((lives.session, "ends with its process"), (12345, "no session is 0000000000003039")):
+        with pytest.raises(Refused, match=text):
+            operator.admin(token, "forget", wrong)
+    assert operator.admin(token, "forget", far.session) == []
+    wait_for(lambda: lives.reserve(keys(200, 9))[0].count(ReserveStatus.NO_ROOM) == 0)
+    assert not far.resume(server.url), "it begins anew"
+    other = connect(server).hello(proof=False)
+    assert operator.admin(token, "forget", other.session) == [], "a session without proof that is not awaited"
+
+
+def test_long_names_are_refused(start_server, connect):
+    client = connect(start_server())
+    for role, host, name in (("r" * 1025, "", ""), ("r", "h" * 1025, ""), ("r", "h", "\xe9" * 513)):
+        with pytest.raises(Refused, match="at most 1024 bytes"):
+            client.call(Op.HELLO, PROTOCOL_VERSION, role, [1, host, name], b"\x90", 0, [])
+    longest = "\0" * 1024
+    client.call(Op.HELLO, PROTOCOL_VERSION, longest, [1, longest, longest], b"\x90", 0, [])
+    record = SessionRecord("ab" * 16, longest, longest, True, True, "k" * 40)
+    assert len(record.to_line()) < 32 * 1024
+    assert SessionRecord.from_line(record.to_line()) == record
+
+
 def test_a_reset_outlives_the_server(start_server, connect):
     server = start_server()
     client = connect(server).hello()
@@ -185,7 +276,7 @@ def test_a_reset_that_was_cut_short_is_finished(start_server, connect):
     client.store(keys(0, 4))
     record = next(iter((server.folder / "sessions").glob("*.lock"))).read_text()
     kill(server)
-    (server.folder / "weights.json").write_text(json.dumps({json.loads(record)["digest"]: 1}))
+    (server.folder / "weights.json").write_text(json.dumps({json.loads(record.split(" ", 1)[1])["digest"]: 1}))
     server = start_server()
     other = connect(server).hello()
     assert other.weights_epoch == 1

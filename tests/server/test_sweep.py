@@ -7,6 +7,7 @@ from typing import Any
 import msgpack
 import pytest
 from attrs import define, field
+from structlog.testing import capture_logs
 
 from maru_core.protocol import PROTOCOL_VERSION, Code, Op
 from maru_core.server.handlers import Handlers, Task
@@ -116,3 +117,22 @@ def test_devices_of_a_dead_client_have_a_moment():
     server.now = 102.1
     assert not server.alive(device)
     assert server.world.directory.arenas[0].free.free == 16
+
+
+def test_who_is_waited_for_is_told_once_and_can_be_forgotten():
+    server = Server()
+    old = World.of(16)
+    session = old.session()
+    old.store(session, [bytes(31) + b"1"])
+    again = old.reborn()
+    for earlier in again.sessions:
+        earlier.proof = False
+    server.handlers = Handlers(again.directory, again.sessions, server.locks, Unsaved(), 7, 1, lambda: server.now)
+    with capture_logs() as logs:
+        for server.now in (1.0, PATIENCE + 1, PATIENCE + 2):
+            server.handlers.sweep()
+    (told,) = [line for line in logs if "awaited" in line["event"]]
+    assert told["sessions"] == [f"{session.id:016x}"]
+    assert "maru admin forget" in told["remedy"]
+    (silent,) = [line for line in logs if "silent" in line["event"]]
+    assert f"maru admin forget {session.id:016x}" in silent["remedy"]
