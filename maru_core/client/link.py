@@ -145,7 +145,7 @@ class Link:
         """Results of a reply; raises what its code and epoch mean."""
         if reply[2] == 0 and reply[1] == session.epoch:
             return reply[3:]
-        raise self.refusal(reply, session)
+        raise self.refusal(reply, session.epoch)
 
     def give_up(self, channel: Channel, session: Session, op: Op, request_id: int) -> None:
         """Cancel a submitted request by id, on its own socket first and again until the server confirms it."""
@@ -265,13 +265,13 @@ class Link:
             return ServerError(problem.code, str(problem))
         return type(problem)(str(problem))
 
-    def refusal(self, reply: list[Any], session: Session | None) -> MaruError:
-        """What a reply other than a success of ``session``'s epoch means."""
+    def refusal(self, reply: list[Any], epoch: int) -> MaruError:
+        """What a reply other than a success means when it was asked for in ``epoch`` (0: in any)."""
         code = reply[2]
         text = str(reply[3]) if len(reply) > 3 else ""
         if code == Code.VERSION:
             return VersionMismatch(f"the Maru server at {self.url} refuses this client: {text}")
-        if code == Code.STALE_EPOCH or (session is not None and reply[1] != session.epoch):
+        if code == Code.STALE_EPOCH or (epoch and reply[1] != epoch):
             return StaleEpoch(f"the Maru server at {self.url} restarted; what was held before is void")
         if code == Code.NO_SESSION:
             return StaleEpoch(f"the Maru server at {self.url} no longer knows this session; what it held is void")

@@ -22,6 +22,8 @@ from maru_core.protocol.codec import encode, pack_u32, pack_u64
 #: Seconds between pings of a healthy server, and how long one may take before the link counts as down.
 PING_INTERVAL = 0.5
 PING_TIMEOUT = 1.0
+#: The same for one part of what a session says that it still uses, when the server came back.
+RESUME_TIMEOUT = 5.0
 #: Seconds between attempts while down, after an ordinary failure and after one that a retry hardly mends.
 RETRY_INTERVAL = 0.1
 RETRY_INTERVAL_REFUSED = 2.0
@@ -93,7 +95,9 @@ class Upkeep:
 
     def request(self, op: Op, epoch: int, session_id: int, arguments: Sequence[Any]) -> tuple[int, list[Any]]:
         """One request of this thread: the server's epoch and the results. Ends early when the handler is closed."""
-        return self._request(op, epoch, session_id, arguments, PING_TIMEOUT)
+        # A server that has just come back may have much to read, and a long list to go through.
+        timeout = RESUME_TIMEOUT if op is Op.HELLO and arguments[-1] else PING_TIMEOUT
+        return self._request(op, epoch, session_id, arguments, timeout)
 
     def _request(
         self, op: Op, epoch: int, session_id: int, arguments: Sequence[Any], timeout: float, closing: bool = False
@@ -112,7 +116,7 @@ class Upkeep:
                 break
             if reply is not None:
                 if reply[2] != 0 or (epoch and reply[1] != epoch):
-                    raise self._link.refusal(reply, None if not epoch else self._link.session)
+                    raise self._link.refusal(reply, epoch)
                 return reply[1], reply[3:]
         self._reconnect()
         raise Unavailable(nobody_answers(self._link.url, self._link.keys))
@@ -132,7 +136,7 @@ class Upkeep:
             try:
                 self._tend()
                 pause = max(0.0, min(PING_INTERVAL, self._due - time.monotonic()))
-            except Unavailable as error:
+            except (Unavailable, StaleEpoch) as error:  # StaleEpoch: it restarted while a session was being opened
                 self._went_down(error)
                 pause = RETRY_INTERVAL
             except MaruError as error:
@@ -208,8 +212,8 @@ class Upkeep:
         link.session = session
         if previous is not None and not resumed:
             self._chores = [chore for chore in self._chores if chore.holder[1] != previous.id]
-            link.guard.close(previous.proof)
             previous.regions.close()
+        link.guard.keep_only(session.proof)
         self._due = time.monotonic() + PING_INTERVAL
         return session
 
