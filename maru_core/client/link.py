@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import structlog
-from attrs import frozen
+from attrs import define, frozen
 
 from maru_core.access import ClientKeys
 from maru_core.client.channel import Channel, new_context
@@ -50,6 +50,26 @@ class Chore:
     items: tuple[Any, ...]
 
 
+@define(eq=False)
+class SharedLease:
+    """Leases of one batch, given back when nothing shows any of its ``left`` objects any more."""
+
+    holder: tuple[int, int]
+    leases: tuple[int, ...]
+    left: int
+
+
+class Gone(weakref.ref[object]):
+    """Tells the background thread that an object is gone, and with it one of those that its lease is kept for.
+
+    Its callback must be a C function: in a finalizer written in Python, signal handlers may run, and what they raise is
+    dropped together with the rest of the finalizer.
+    """
+
+    __slots__ = ("shared",)
+    shared: SharedLease
+
+
 class Link:
     """State that calls and upkeep share. ``live`` is the session to use, ``None`` while down; ``problem`` says why.
 
@@ -68,7 +88,9 @@ class Link:
         self.weights_epoch: int | None = None
         self.closed = False
         self.ids = itertools.count(1)
-        self.inbox: queue.SimpleQueue[Chore | None] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Chore | Gone | None] = queue.SimpleQueue()
+        #: Only living references tell.
+        self._watched: dict[int, Gone] = {}
         self.context = new_context()
         self.guard = ForkGuard(self._on_fork)
         self.holdings = Holdings()
@@ -164,6 +186,19 @@ class Link:
         """Nothing is read under these any more. Never blocks; safe in finalizers."""
         self.holdings.has_read(leases)
         self.defer(holder, Op.RELEASE, leases)
+
+    def watch(self, shared: SharedLease, thing: object) -> None:
+        """Count ``thing`` as one of what ``shared`` is left for, until it is gone."""
+        gone = Gone(thing, self.inbox.put)
+        gone.shared = shared
+        self._watched[id(gone)] = gone
+
+    def noticed(self, gone: Gone) -> None:
+        """On the background thread: what is told by ``gone``; ends the lease when it was the last."""
+        self._watched.pop(id(gone), None)
+        gone.shared.left -= 1
+        if not gone.shared.left:
+            self.end_lease(gone.shared.holder, gone.shared.leases)
 
     def end_writing(self, holder: tuple[int, int], items: tuple[tuple[int, int], ...]) -> None:
         """Nothing is written to these pages (entry, generation) any more, and nothing of them is to be stored."""

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from maru_core.client.channel import Channel, nobody_answers
-from maru_core.client.link import SLICE, Chore, Link
+from maru_core.client.link import SLICE, Chore, Gone, Link
 from maru_core.client.session import Requester, Session
-from maru_core.errors import MaruError, ProtocolError, ServerError, StaleEpoch, Unavailable
+from maru_core.errors import BackendError, ConfigError, MaruError, ProtocolError, ServerError, StaleEpoch, Unavailable
 from maru_core.protocol import Op
 from maru_core.protocol.codec import encode, pack_u32, pack_u64
 
@@ -166,9 +166,11 @@ class Upkeep:
         except queue.Empty:
             return
 
-    def _take(self, chore: Chore | None) -> None:
+    def _take(self, chore: Chore | Gone | None) -> None:
         if chore is None:
             self._due = 0.0
+        elif isinstance(chore, Gone):
+            self._link.noticed(chore)
         else:
             self._chores.append(chore)
 
@@ -237,7 +239,8 @@ class Upkeep:
         link.live = None
         if link.closed:
             return
-        link.problem = error
+        # Calls expect that the server may be away, whatever the reason; those of connect() are raised as they are.
+        link.problem = Unavailable(str(error)) if isinstance(error, BackendError | ConfigError) else error
         # Each reason once per outage, however often it is tried again.
         if str(error) not in self._told:
             self._told.add(str(error))
@@ -250,10 +253,7 @@ class Upkeep:
             items = [item for chore in mine if chore.op is op for item in chore.items]
             for start in range(0, len(items), GATHER_ITEMS):
                 part = items[start : start + GATHER_ITEMS]
-                if op in (Op.ABORT, Op.REPORT):
-                    arguments = [pack_u32(entry for entry, _ in part), pack_u32(generation for _, generation in part)]
-                else:
-                    arguments = [pack_u64(part)]
+                arguments = self._packed(op, part)
                 timeout = _farewell_of(session) if closing else PING_TIMEOUT
                 try:
                     self._request(op, session.epoch, session.id, arguments, timeout, closing)
@@ -263,6 +263,17 @@ class Upkeep:
                     self._link.lose(session)
                     return
         self._chores = []
+
+    def _packed(self, op: Op, items: list[Any]) -> list[bytes]:
+        """Columns of ``items``; without those that are none, which would keep the others from ever being delivered."""
+        try:
+            return _columns(op, items)
+        except (TypeError, ValueError, OverflowError):
+            good = [item for item in items if _is_packable(op, item)]
+            self._link.note(
+                "error", "put-off work dropped", op=op.name, items=len(items) - len(good), reason="these are no ids"
+            )
+            return _columns(op, good)
 
     def _farewell(self) -> None:
         session = self._link.session
@@ -282,3 +293,17 @@ class Upkeep:
 
 def _farewell_of(session: Session) -> float:
     return FAREWELL if session.proof is not None else FAREWELL_UNPROVEN
+
+
+def _columns(op: Op, items: list[Any]) -> list[bytes]:
+    if op in (Op.ABORT, Op.REPORT):
+        return [pack_u32(entry for entry, _ in items), pack_u32(generation for _, generation in items)]
+    return [pack_u64(items)]
+
+
+def _is_packable(op: Op, item: Any) -> bool:
+    try:
+        _columns(op, [item])
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True

@@ -333,6 +333,26 @@ time.sleep(60)
     assert observer.probe([b"k" * 32]) == bytes([Presence.READY])
 
 
+def test_calls_find_no_server_when_none_can_be_started_again(folder: Folder) -> None:
+    handler = folder.connect()
+    assert handler.store("a", b"b") is StoreResult.STORED
+    pools = folder.path / "pools"
+    server = folder.pid()
+    os.kill(server, signal.SIGSTOP)
+    shutil.rmtree(pools)
+    pools.touch()
+    os.kill(server, signal.SIGKILL)
+    eventually(lambda: "has ended" in str(handler._link.problem), within=10)
+    with pytest.raises(Unavailable, match="has ended") as raised:
+        handler.exists("a")
+    assert "Traceback" not in str(raised.value)
+    assert "\n" not in str(raised.value)
+    pools.unlink()
+    pools.mkdir()
+    eventually(lambda: handler.is_up, within=10)
+    assert not handler.exists("a")
+
+
 def test_a_folder_of_sessions_that_was_removed_is_made_anew(folder: Folder) -> None:
     folder.connect()
     shutil.rmtree(folder.path / "sessions")

@@ -106,22 +106,22 @@ def part_of(
 
 
 def test_a_list_in_parts_counts_when_its_last_part_is_there(start_server, connect):
-    server = start_server()
+    server = start_server("--lease-share", "1")
     client = connect(server).hello()
-    client.store(keys(0, 8))
-    lease, _, read = client.acquire(keys(0, 4))
-    other, _, read_too = client.acquire(keys(4, 4))
-    _, entries, _ = client.reserve(keys(20, 4))
+    client.store(keys(0, 704))
+    lease, _, read = client.acquire(keys(0, 700))
+    other, _, read_too = client.acquire(keys(700, 4))
+    _, entries, _ = client.reserve(keys(1000, 4))
     session = client.session
     kill(server)
-    server = start_server()
+    server = start_server("--lease-share", "1")
     again = connect(server)
     # An attempt that is given up leaves nothing behind.
     again.hello(attach=False, resume=part_of(session, 1, 0, False, entries, {other: read_too}))
     assert again.session == session
     again.session = again.epoch = 0
-    parts = [part_of(session, 2, 0, False, entries[:1], {lease: read[:1]})]
-    parts += [part_of(session, 2, 1, False, entries[1:2], {lease: read[1:]}), part_of(session, 2, 2, True, [], {})]
+    parts = [part_of(session, 2, 0, False, entries[:1], {lease: read[:600]})]
+    parts += [part_of(session, 2, 1, False, entries[1:2], {lease: read[600:]}), part_of(session, 2, 2, True, [], {})]
     again.hello(attach=False, resume=parts[0])
     for late in (part_of(session, 1, 1, True, entries, {}), parts[2]):
         again.session = again.epoch = 0
@@ -132,7 +132,7 @@ def test_a_list_in_parts_counts_when_its_last_part_is_there(start_server, connec
         again.session = 0
         again.hello(attach=False, resume=part)
     assert again.session == session
-    assert (capacity(again)["reserved"], capacity(again)["leased"]) == (2 * 4096, 4 * 4096)
+    assert (capacity(again)["reserved"], capacity(again)["leased"]) == (2 * 4096, 700 * 4096)
     again.call(Op.ATTACH, False, False)
     assert again.call(Op.RELEASE, u64(lease, other)) == [b"\0\1"], "a lease that goes on in the next part is one"
     assert capacity(again)["leased"] == 0
