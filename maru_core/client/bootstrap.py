@@ -205,4 +205,5 @@ def _tail(path: Path) -> str:
         text = path.read_bytes()[-_LOG_TAIL:].decode(errors="replace").strip()
     except OSError as error:
         return f"its log cannot be read ({error.strerror})"
-    return text or "it wrote nothing"
+    # The last line says what happened, also at the end of a traceback.
+    return text.splitlines()[-1].strip() if text else "it wrote nothing"

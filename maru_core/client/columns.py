@@ -20,11 +20,14 @@ _KEY_SIZES = {KEY_SIZE}
 
 
 def join_keys(keys: Sequence[bytes]) -> bytes:
-    """The packed column of ``keys``; raises ProtocolError unless each has 32 bytes."""
-    if set(map(len, keys)) != _KEY_SIZES and keys:
-        wrong = next(key for key in keys if len(key) != KEY_SIZE)
-        raise ProtocolError(f"a key must have {KEY_SIZE} bytes, got {len(wrong)}")
-    return b"".join(keys)
+    """The packed column of ``keys``; raises ProtocolError unless each has 32 bytes, TypeError for what has none."""
+    try:
+        if set(map(len, keys)) != _KEY_SIZES and keys:
+            wrong = next(key for key in keys if len(key) != KEY_SIZE)
+            raise ProtocolError(f"a key must have {KEY_SIZE} bytes, got {len(wrong)}")
+        return b"".join(keys)
+    except TypeError as error:
+        raise TypeError(f"a key must be {KEY_SIZE} bytes: {error}") from None
 
 
 def expect_results(results: list[Any], count: int, op: str) -> None:

@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,10 +16,11 @@ import structlog
 
 from maru_core.access import ClientKeys
 from maru_core.checksum import Verify
+from maru_core.client.arguments import bytes_of, length_of, lengths_of, sequence_of
 from maru_core.client.bootstrap import ServerStarter, is_listening
 from maru_core.client.keycalls import KeyCalls, Taken, single_number
-from maru_core.client.link import Link
-from maru_core.client.objects import REFUSALS, Allocation, Retrieved, SharedLease
+from maru_core.client.link import Link, SharedLease
+from maru_core.client.objects import REFUSALS, Allocation, Retrieved
 from maru_core.client.regions import Regions
 from maru_core.client.session import Requester, Session, open_session
 from maru_core.client.upkeep import Upkeep
@@ -113,14 +115,15 @@ class MaruHandler(KeyCalls):
 
     def alloc(self, key: Key, size: int) -> Allocation:
         """Room for ``size`` bytes under ``key``, to be written in place; see :class:`Allocation` for a refusal."""
-        return self.batch_alloc([key], [size])[0]
+        return self.batch_alloc([key], [length_of(size, "size")])[0]
 
     def batch_alloc(self, keys: Sequence[Key], sizes: Sequence[int]) -> list[Allocation]:
         """:meth:`alloc` for many keys in one round trip."""
         taken = Taken()
         allocations: list[Allocation] = []
         try:
-            grants = self._reserve(taken, [self.key(key) for key in keys], sizes)
+            keys = sequence_of(keys, "keys")
+            grants = self._reserve(taken, [self.key(key) for key in keys], lengths_of(sizes, "sizes"))
             for index in range(len(keys)):
                 allocations.append(Allocation(self, grants, index, self._keep_session))
             self._open.update(allocations)
@@ -133,11 +136,12 @@ class MaruHandler(KeyCalls):
 
     def store(self, key: Key, data: Bytes) -> StoreResult:
         """Copy ``data`` into the pool unless the key is there already."""
-        return self.batch_store([key], [data])[0]
+        return self.batch_store([key], [bytes_of(data, "data")])[0]
 
     def batch_store(self, keys: Sequence[Key], data: Sequence[Bytes]) -> list[StoreResult]:
         """:meth:`store` for many keys in two round trips. When it raises, nothing of the batch stays reserved."""
-        views = [memoryview(item).cast("B") for item in data]
+        keys = sequence_of(keys, "keys")
+        views = [bytes_of(item, f"data[{index}]") for index, item in enumerate(sequence_of(data, "data"))]
         taken = Taken()
         try:
             grants = self._reserve(taken, [self.key(key) for key in keys], [view.nbytes for view in views])
@@ -158,6 +162,7 @@ class MaruHandler(KeyCalls):
 
     def batch_retrieve(self, keys: Sequence[Key]) -> list[Retrieved | None]:
         """:meth:`retrieve` for many keys in one round trip."""
+        keys = sequence_of(keys, "keys")
         taken = Taken()
         try:
             lease = self._acquire(taken, [self.key(key) for key in keys], leading=False)
@@ -169,9 +174,11 @@ class MaruHandler(KeyCalls):
             }
             if not views:
                 self.release(lease)
-            shared = SharedLease(self.release, lease, len(views))
+            shared = SharedLease((lease.epoch, lease.session), lease.ids, len(views))
+            watch = partial(self._link.watch, shared)
             return [
-                Retrieved(located, index, views[index], shared) if index in views else None
+                # The handler stays as long as anything shows the bytes: its session keeps them in place.
+                Retrieved(located, index, views[index], watch, self) if index in views else None
                 for index in range(len(keys))
             ]
         except BaseException:
@@ -184,11 +191,14 @@ class MaruHandler(KeyCalls):
 
     def batch_exists(self, keys: Sequence[Key]) -> list[bool]:
         """:meth:`exists` for many keys in one round trip."""
-        return [presence == Presence.READY for presence in self.probe([self.key(key) for key in keys])]
+        return [
+            presence == Presence.READY for presence in self.probe([self.key(key) for key in sequence_of(keys, "keys")])
+        ]
 
     def batch_delete(self, keys: Sequence[Key]) -> list[bool]:
         """:meth:`delete` for many keys in one round trip."""
-        return [presence == Presence.READY for presence in self.delete_keys([self.key(key) for key in keys])]
+        deleted = self.delete_keys([self.key(key) for key in sequence_of(keys, "keys")])
+        return [presence == Presence.READY for presence in deleted]
 
     def delete(self, key: Key) -> bool:
         """Remove the object; whether there was one. Who reads it right now can finish."""

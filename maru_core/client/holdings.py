@@ -7,8 +7,8 @@ the session of before: a page that is not in the list is given to others.
 from __future__ import annotations
 
 import threading
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from attrs import frozen
@@ -16,6 +16,7 @@ from attrs import frozen
 from maru_core.errors import StaleEpoch
 from maru_core.protocol import NO_ENTRY
 from maru_core.protocol.codec import pack_u32, pack_u64
+from maru_core.protocol.messages import MAX_RESUME
 
 #: Entries and generations.
 Columns = tuple[Sequence[int], Sequence[int]]
@@ -28,25 +29,62 @@ class Snapshot:
     writing: dict[int, int]
     reading: dict[int, Columns]
 
-    def to_wire(self, session: int) -> list[Any]:
-        """What HELLO says of an earlier ``session``."""
-        sizes: list[int] = []
-        entries, generations = array("I"), array("I")
-        for columns in self.reading.values():
+    def to_wire(self, session: int, attempt: int, limit: int = MAX_RESUME) -> Iterator[list[Any]]:
+        """What HELLO says of an earlier ``session``, in parts of at most ``limit`` items.
+
+        ``attempt``: a number that no earlier listing of this session had.
+        """
+        part = 0
+        writing = iter(self.writing.items())
+        listing = _Listing(list(islice(writing, limit)))
+        while listing.size == limit:
+            yield [session, attempt, part, False, *listing.columns()]
+            part += 1
+            listing = _Listing(list(islice(writing, limit)))
+        for lease, columns in self.reading.items():
             # Keys that were not found have no entry.
             held = [(entry, generation) for entry, generation in zip(*columns, strict=True) if entry != NO_ENTRY]
-            sizes.append(len(held))
-            entries.extend([entry for entry, _ in held])
-            generations.extend([generation for _, generation in held])
+            at = 0
+            while at < len(held):
+                if listing.size == limit:
+                    yield [session, attempt, part, False, *listing.columns()]
+                    part += 1
+                    listing = _Listing([])
+                some = held[at : at + limit - listing.size]
+                listing.reads(lease, some)
+                at += len(some)
+        yield [session, attempt, part, True, *listing.columns()]
+
+
+class _Listing:
+    """One part of what HELLO says."""
+
+    def __init__(self, writing: list[tuple[int, int]]) -> None:
+        self.size = len(writing)
+        self._writing = writing
+        self._leases: list[int] = []
+        self._sizes: list[int] = []
+        self._held: list[tuple[int, int]] = []
+
+    def reads(self, lease: int, held: list[tuple[int, int]]) -> None:
+        """Add objects of a lease."""
+        self.size += len(held)
+        self._leases.append(lease)
+        self._sizes.append(len(held))
+        self._held += held
+
+    def columns(self) -> list[bytes]:
+        """Its columns on the wire."""
         return [
-            session,
-            pack_u32(self.writing.keys()),
-            pack_u32(self.writing.values()),
-            pack_u64(self.reading.keys()),
-            pack_u32(sizes),
-            pack_u32(entries),
-            pack_u32(generations),
+            *_packed(self._writing),
+            pack_u64(self._leases),
+            pack_u32(self._sizes),
+            *_packed(self._held),
         ]
+
+
+def _packed(items: list[tuple[int, int]]) -> tuple[bytes, bytes]:
+    return pack_u32([entry for entry, _ in items]), pack_u32([generation for _, generation in items])
 
 
 class Holdings:

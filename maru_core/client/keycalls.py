@@ -12,6 +12,7 @@ from typing import Any
 from attrs import define, field, frozen
 
 from maru_core.checksum import Verify
+from maru_core.client.arguments import check_timeout, is_length, length_of, lengths_of, sequence_of
 from maru_core.client.checks import Checks
 from maru_core.client.columns import acquired, expect_results, join_keys, presence_of, reserved, statuses_of
 from maru_core.client.link import Link
@@ -154,11 +155,14 @@ class KeyCalls:
         """:meth:`reserve` for callers that undo ``taken`` themselves when anything raises."""
         session = self._link.up()
         taken.holder = session.holder
-        keys = tuple(keys)
+        keys = tuple(sequence_of(keys, "keys"))
         count = len(keys)
-        uniform = isinstance(length, int)
-        lengths: tuple[int, ...] = (length,) * count if isinstance(length, int) else tuple(length)
+        uniform = is_length(length)
+        size = length_of(length, "length") if uniform else 0
+        lengths = (size,) * count if uniform else lengths_of(length, "length")  # type: ignore[arg-type]
         chain = parents if isinstance(parents, bytes) else None
+        if parents is not None and not isinstance(parents, bytes):
+            parents = sequence_of(parents, "parents")
         if len(lengths) != count or (parents is not None and chain is None and len(parents) != count):
             raise ProtocolError(
                 f"{count} keys with {len(lengths)} lengths and {'no' if parents is None else len(parents)} parents; "
@@ -181,7 +185,7 @@ class KeyCalls:
                 epoch,
                 join_keys(keys[part.start : part.stop]),
                 preceding,
-                length if uniform else pack_u64(chosen),
+                size if uniform else pack_u64(chosen),
             ]
             parse = partial(reserved, lengths=chosen, uniform=same_length, pools=session.pools)
             answer = self._link.call(session, Op.RESERVE, arguments, parse, wait, taken.requests)
@@ -275,7 +279,7 @@ class KeyCalls:
         """:meth:`acquire` for callers that undo ``taken`` themselves when anything raises."""
         session = self._link.up()
         taken.holder = session.holder
-        keys = tuple(keys)
+        keys = tuple(sequence_of(keys, "keys"))
         builder = LeaseBuilder(session, keys, self._link.holdings)
         epoch = self._link.weights_epoch if weights_epoch is None else weights_epoch
         for part, wait in self._parts(len(keys), session, timeout):
@@ -293,7 +297,7 @@ class KeyCalls:
     ) -> PendingAcquire:
         """Send an ``acquire`` without waiting; poll the result on this thread."""
         session = self._link.up()
-        keys = tuple(keys)
+        keys = tuple(sequence_of(keys, "keys"))
         parts = [part for part, _ in self._parts(len(keys), session, None)]
         epoch = self._link.weights_epoch if weights_epoch is None else weights_epoch
         return PendingAcquire(self._link, session, keys, parts, leading, epoch)
@@ -358,6 +362,7 @@ class KeyCalls:
 
     def _presences(self, op: Op, keys: Sequence[bytes], weights_epoch: int | None, timeout: float | None) -> bytes:
         session = self._link.up()
+        keys = sequence_of(keys, "keys")
         epoch = self._link.weights_epoch if weights_epoch is None else weights_epoch
         found = []
         for part, wait in self._parts(len(keys), session, timeout):
@@ -383,6 +388,7 @@ class KeyCalls:
 
     def _parts(self, count: int, session: Session, timeout: float | None) -> Iterator[tuple[range, float | None]]:
         """Slices of a batch that fit one message each, with the seconds that are left for it."""
+        check_timeout(timeout)
         most = max(1, min(MAX_KEYS, (session.max_message - _MESSAGE_OVERHEAD) // _KEY_COST))
         if count <= most:
             if count:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import structlog
-from attrs import frozen
+from attrs import define, frozen
 
 from maru_core.access import ClientKeys
 from maru_core.client.channel import Channel, new_context
@@ -50,6 +50,26 @@ class Chore:
     items: tuple[Any, ...]
 
 
+@define(eq=False)
+class SharedLease:
+    """Leases of one batch, given back when nothing shows any of its ``left`` objects any more."""
+
+    holder: tuple[int, int]
+    leases: tuple[int, ...]
+    left: int
+
+
+class Gone(weakref.ref[object]):
+    """Tells the background thread that an object is gone, and with it one of those that its lease is kept for.
+
+    Its callback must be a C function: in a finalizer written in Python, signal handlers may run, and what they raise is
+    dropped together with the rest of the finalizer.
+    """
+
+    __slots__ = ("shared",)
+    shared: SharedLease
+
+
 class Link:
     """State that calls and upkeep share. ``live`` is the session to use, ``None`` while down; ``problem`` says why.
 
@@ -68,7 +88,9 @@ class Link:
         self.weights_epoch: int | None = None
         self.closed = False
         self.ids = itertools.count(1)
-        self.inbox: queue.SimpleQueue[Chore | None] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Chore | Gone | None] = queue.SimpleQueue()
+        #: Only living references tell.
+        self._watched: dict[int, Gone] = {}
         self.context = new_context()
         self.guard = ForkGuard(self._on_fork)
         self.holdings = Holdings()
@@ -145,7 +167,7 @@ class Link:
         """Results of a reply; raises what its code and epoch mean."""
         if reply[2] == 0 and reply[1] == session.epoch:
             return reply[3:]
-        raise self.refusal(reply, session)
+        raise self.refusal(reply, session.epoch)
 
     def give_up(self, channel: Channel, session: Session, op: Op, request_id: int) -> None:
         """Cancel a submitted request by id, on its own socket first and again until the server confirms it."""
@@ -164,6 +186,19 @@ class Link:
         """Nothing is read under these any more. Never blocks; safe in finalizers."""
         self.holdings.has_read(leases)
         self.defer(holder, Op.RELEASE, leases)
+
+    def watch(self, shared: SharedLease, thing: object) -> None:
+        """Count ``thing`` as one of what ``shared`` is left for, until it is gone."""
+        gone = Gone(thing, self.inbox.put)
+        gone.shared = shared
+        self._watched[id(gone)] = gone
+
+    def noticed(self, gone: Gone) -> None:
+        """On the background thread: what is told by ``gone``; ends the lease when it was the last."""
+        self._watched.pop(id(gone), None)
+        gone.shared.left -= 1
+        if not gone.shared.left:
+            self.end_lease(gone.shared.holder, gone.shared.leases)
 
     def end_writing(self, holder: tuple[int, int], items: tuple[tuple[int, int], ...]) -> None:
         """Nothing is written to these pages (entry, generation) any more, and nothing of them is to be stored."""
@@ -265,13 +300,13 @@ class Link:
             return ServerError(problem.code, str(problem))
         return type(problem)(str(problem))
 
-    def refusal(self, reply: list[Any], session: Session | None) -> MaruError:
-        """What a reply other than a success of ``session``'s epoch means."""
+    def refusal(self, reply: list[Any], epoch: int) -> MaruError:
+        """What a reply other than a success means when it was asked for in ``epoch`` (0: in any)."""
         code = reply[2]
         text = str(reply[3]) if len(reply) > 3 else ""
         if code == Code.VERSION:
             return VersionMismatch(f"the Maru server at {self.url} refuses this client: {text}")
-        if code == Code.STALE_EPOCH or (session is not None and reply[1] != session.epoch):
+        if code == Code.STALE_EPOCH or (epoch and reply[1] != epoch):
             return StaleEpoch(f"the Maru server at {self.url} restarted; what was held before is void")
         if code == Code.NO_SESSION:
             return StaleEpoch(f"the Maru server at {self.url} no longer knows this session; what it held is void")

@@ -11,7 +11,7 @@ from types import TracebackType
 import structlog
 
 from maru_core.client.keycalls import KeyCalls, Located
-from maru_core.client.values import Grants, Lease, StoreResult
+from maru_core.client.values import Grants, StoreResult
 from maru_core.errors import MaruError
 from maru_core.protocol import CommitStatus, ReserveStatus
 
@@ -27,17 +27,25 @@ class Shown:
     """Bytes of a pool behind an object of their own, so that it can be told whether anything still shows them.
 
     Slices of ``view``, arrays and other buffers made from it all keep that object alive, and nothing else does;
-    ``memoryview.release`` alone counts direct exports only. ``on_gone`` runs when the last of them is gone.
+    ``memoryview.release`` alone counts direct exports only. ``watch`` is given that object, and ``keep`` lives with it.
     """
 
-    def __init__(self, view: memoryview, *, readonly: bool = False, on_gone: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        view: memoryview,
+        *,
+        readonly: bool = False,
+        watch: Callable[[object], None] | None = None,
+        keep: object = None,
+    ) -> None:
         exporter = (ctypes.c_ubyte * len(view)).from_buffer(view)
+        if keep is not None:
+            exporter.keep = keep  # type: ignore[attr-defined]
         self._exporter = weakref.ref(exporter)
         self._readonly = readonly
         self.view: memoryview | None = self._show(exporter)
-        if on_gone is not None:
-            # At exit the goodbye of the handler ends all leases at once.
-            weakref.finalize(exporter, on_gone).atexit = False
+        if watch is not None:
+            watch(exporter)
 
     def end(self) -> bool:
         """Take the view back; False, with ``view`` shown again, when something else still shows the bytes."""
@@ -97,7 +105,14 @@ class Allocation:
         if self.refusal is not None:
             return self.refusal
         self._end()
-        statuses = self._calls.commit(self._grants, [self._index], checksums=True)
+        try:
+            statuses = self._calls.commit(self._grants, [self._index], checksums=True)
+        except BaseException:
+            # Again, in case it was interrupted before it did so itself.
+            self._calls.abort(self._grants, [self._index])
+            self._open = False
+            raise
+        self._open = False
         return StoreResult.STORED if statuses[0] == CommitStatus.OK else StoreResult.REFUSED
 
     def abort(self) -> None:
@@ -105,6 +120,7 @@ class Allocation:
         if self._open:
             self._end()
             self._calls.abort(self._grants, [self._index])
+            self._open = False
 
     @property
     def is_open(self) -> bool:
@@ -112,16 +128,15 @@ class Allocation:
         return self._open
 
     def _end(self) -> None:
-        shown = self._shown
-        if shown is None or shown.view is None:
+        """Take the view back. May be repeated until the room is stored or given back: a signal may come in between."""
+        if not self._open:
             raise MaruError("this allocation was committed or aborted before")
-        if not shown.end():
+        if self._shown is not None and not self._shown.end():
             raise MaruError(
                 "something still shows this allocation's view (a slice of it, an array made from it?) and could write "
                 "after the pages belong to others; drop it first"
             )
         self._shown = None
-        self._open = False
 
     def __enter__(self) -> Allocation:
         return self
@@ -145,30 +160,18 @@ class Allocation:
             )
 
 
-class SharedLease:
-    """One lease over several objects, given back when the last of its ``count`` holders lets go. Thread-safe."""
-
-    def __init__(self, release: Callable[[Lease], None], lease: Lease, count: int) -> None:
-        self._release = release
-        self._lease = lease
-        self._tokens = list(range(count))
-
-    def let_go(self) -> None:
-        """One holder less. Taking a token is atomic and token 0 is the last, so exactly one call releases."""
-        if self._tokens.pop() == 0:
-            self._release(self._lease)
-
-
 class Retrieved:
     """One stored object, leased: its bytes stay in place until ``close``, the end of the ``with``, or collection.
 
     Slices of ``view`` and arrays made from it hold the lease as well, until the last of them is gone.
     """
 
-    def __init__(self, located: Located, index: int, view: memoryview, shared: SharedLease) -> None:
+    def __init__(
+        self, located: Located, index: int, view: memoryview, watch: Callable[[object], None], keep: object
+    ) -> None:
         self._located = located
         self._index = index
-        self._shown = Shown(view, readonly=True, on_gone=shared.let_go)
+        self._shown = Shown(view, readonly=True, watch=watch, keep=keep)
 
     @property
     def view(self) -> memoryview:

@@ -32,7 +32,7 @@ class LeaseBuilder:
         lease, statuses, entries, generations, lengths = part
         if lease:
             # Columns of its own: those below may grow.
-            self._holdings.reads(self._session.holder, lease, entries[:], generations)
+            self._holdings.reads(self._session.holder, lease, entries[:], generations[:])
             self.ids += (lease,)
         if self._statuses:
             self._statuses += statuses

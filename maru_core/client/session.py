@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from attrs import field, frozen
@@ -87,6 +88,30 @@ class ForkGuard:
             self._open.add(descriptor)
             return descriptor
 
+    def renew(self, descriptor: int | None, path: str) -> int | None:
+        """A lock on the server's file: one that is held already if there is, else a new one; ``descriptor`` if neither.
+
+        The server makes the file anew when it was removed while no server had it open. What is held stays held:
+        letting go of any file that a server may look at ends the session.
+        """
+        with self._lock:
+            try:
+                wanted = os.stat(path, follow_symlinks=False)
+                for held in self._open:
+                    if os.path.samestat(os.fstat(held), wanted):
+                        return held
+            except OSError:  # not to be seen from here, or removed since while the server has it open
+                return descriptor
+        renewed = self.lock(path)
+        return descriptor if renewed is None else renewed
+
+    def keep_only(self, descriptor: int | None) -> None:
+        """Give up every other proof: nothing is held by them any more."""
+        with self._lock:
+            for other in self._open - {descriptor}:
+                self._open.remove(other)
+                os.close(other)
+
     def close(self, descriptor: int | None) -> None:
         """Give the proof up; the server may take the session for dead from here on. Idempotent."""
         with self._lock:
@@ -124,41 +149,35 @@ def open_session(
     its regions and its proof; the result has the same id then. Otherwise it is a new one.
     """
     identity = [os.getpid(), socket.gethostname(), name]
-    resume = [] if previous is None or held is None else held.to_wire(previous.id)
-    epoch, results = request(Op.HELLO, 0, 0, [PROTOCOL_VERSION, role, identity, descriptor, quota, resume])
-    expect_results(results, 6, "HELLO")
-    session, lock_path, weights_epoch, raw_pools, limits, server = results
-    kinds: tuple[tuple[object, type], ...] = (
-        (session, int),
-        (lock_path, str),
-        (weights_epoch, int),
-        (raw_pools, list),
-        (limits, list),
-        (server, list),
-    )
-    for value, kind in kinds:
-        if type(value) is not kind:
-            raise ProtocolError(f"a reply to HELLO: expected {kind.__name__}, got {describe(value)}")
-    if not limits or type(limits[0]) is not int or len(server) != 2:
-        raise ProtocolError(f"a reply to HELLO must carry limits and the server's version, got {limits!r}, {server!r}")
-    pools = tuple(PoolDescriptor.from_wire(raw) for raw in raw_pools)
-    resumed = previous if previous is not None and previous.id == session else None
-    if resumed is not None and pools != resumed.pools:
-        raise ProtocolError(f"a reply to HELLO resumes session {session} on other pools: {pools}, not {resumed.pools}")
-    proof = resumed.proof if resumed is not None else None
-    if proof is None:
-        proof = guard.lock(lock_path)
+    parts: Iterable[list[Any]] = [[]]
+    if previous is not None and held is not None:
+        parts = held.to_wire(previous.id, secrets.randbits(63))
+    epoch, reply = 0, None
+    for resume in parts:
+        # All parts must reach the same server: the next one knows nothing of those before.
+        arguments = [PROTOCOL_VERSION, role, identity, descriptor, quota, resume]
+        epoch, results = request(Op.HELLO, epoch, 0, arguments)
+        reply = _Welcome.from_wire(results)
+        if previous is None or reply.session != previous.id:
+            break
+    assert reply is not None
+    resumed = previous if previous is not None and previous.id == reply.session else None
+    if resumed is not None and reply.pools != resumed.pools:
+        raise ProtocolError(
+            f"a reply to HELLO resumes session {reply.session} on other pools: {reply.pools}, not {resumed.pools}"
+        )
+    proof = guard.lock(reply.lock_path) if resumed is None else guard.renew(resumed.proof, reply.lock_path)
     try:
-        request(Op.ATTACH, epoch, session, [proof is not None, dma])
+        request(Op.ATTACH, epoch, reply.session, [proof is not None, dma])
         return Session(
             epoch=epoch,
-            id=session,
-            weights_epoch=weights_epoch,
-            pools=pools,
-            regions=make_regions(pools) if resumed is None else resumed.regions,
-            max_message=min(MAX_MESSAGE, limits[0]),
-            server_version=str(server[0]),
-            server_pid=int(server[1]),
+            id=reply.session,
+            weights_epoch=reply.weights_epoch,
+            pools=reply.pools,
+            regions=make_regions(reply.pools) if resumed is None else resumed.regions,
+            max_message=min(MAX_MESSAGE, reply.max_message),
+            server_version=reply.version,
+            server_pid=reply.pid,
             proof=proof,
             lineage=frozenset() if resumed is None else resumed.lineage | {resumed.epoch},
         )
@@ -166,3 +185,31 @@ def open_session(
         if resumed is None:
             guard.close(proof)
         raise
+
+
+@frozen
+class _Welcome:
+    """A reply to HELLO."""
+
+    session: int
+    lock_path: str
+    weights_epoch: int
+    pools: tuple[PoolDescriptor, ...]
+    max_message: int
+    version: str
+    pid: int
+
+    @classmethod
+    def from_wire(cls, results: list[Any]) -> _Welcome:
+        """Check and decode it; raises ProtocolError."""
+        expect_results(results, 6, "HELLO")
+        for value, kind in zip(results, (int, str, int, list, list, list), strict=True):
+            if type(value) is not kind:
+                raise ProtocolError(f"a reply to HELLO: expected {kind.__name__}, got {describe(value)}")
+        session, lock_path, weights_epoch, raw_pools, limits, server = results
+        if not limits or type(limits[0]) is not int or len(server) != 2:
+            raise ProtocolError(
+                f"a reply to HELLO must carry limits and the server's version, got {limits!r}, {server!r}"
+            )
+        pools = tuple(PoolDescriptor.from_wire(raw) for raw in raw_pools)
+        return cls(session, lock_path, weights_epoch, pools, limits[0], str(server[0]), int(server[1]))

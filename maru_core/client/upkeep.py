@@ -13,15 +13,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from maru_core.client.channel import Channel, nobody_answers
-from maru_core.client.link import SLICE, Chore, Link
+from maru_core.client.link import SLICE, Chore, Gone, Link
 from maru_core.client.session import Requester, Session
-from maru_core.errors import MaruError, ProtocolError, ServerError, StaleEpoch, Unavailable
+from maru_core.errors import BackendError, ConfigError, MaruError, ProtocolError, ServerError, StaleEpoch, Unavailable
 from maru_core.protocol import Op
 from maru_core.protocol.codec import encode, pack_u32, pack_u64
 
 #: Seconds between pings of a healthy server, and how long one may take before the link counts as down.
 PING_INTERVAL = 0.5
 PING_TIMEOUT = 1.0
+#: The same for one part of what a session says that it still uses, when the server came back.
+RESUME_TIMEOUT = 5.0
 #: Seconds between attempts while down, after an ordinary failure and after one that a retry hardly mends.
 RETRY_INTERVAL = 0.1
 RETRY_INTERVAL_REFUSED = 2.0
@@ -93,7 +95,9 @@ class Upkeep:
 
     def request(self, op: Op, epoch: int, session_id: int, arguments: Sequence[Any]) -> tuple[int, list[Any]]:
         """One request of this thread: the server's epoch and the results. Ends early when the handler is closed."""
-        return self._request(op, epoch, session_id, arguments, PING_TIMEOUT)
+        # A server that has just come back may have much to read, and a long list to go through.
+        timeout = RESUME_TIMEOUT if op is Op.HELLO and arguments[-1] else PING_TIMEOUT
+        return self._request(op, epoch, session_id, arguments, timeout)
 
     def _request(
         self, op: Op, epoch: int, session_id: int, arguments: Sequence[Any], timeout: float, closing: bool = False
@@ -112,7 +116,7 @@ class Upkeep:
                 break
             if reply is not None:
                 if reply[2] != 0 or (epoch and reply[1] != epoch):
-                    raise self._link.refusal(reply, None if not epoch else self._link.session)
+                    raise self._link.refusal(reply, epoch)
                 return reply[1], reply[3:]
         self._reconnect()
         raise Unavailable(nobody_answers(self._link.url, self._link.keys))
@@ -132,7 +136,7 @@ class Upkeep:
             try:
                 self._tend()
                 pause = max(0.0, min(PING_INTERVAL, self._due - time.monotonic()))
-            except Unavailable as error:
+            except (Unavailable, StaleEpoch) as error:  # StaleEpoch: it restarted while a session was being opened
                 self._went_down(error)
                 pause = RETRY_INTERVAL
             except MaruError as error:
@@ -162,9 +166,11 @@ class Upkeep:
         except queue.Empty:
             return
 
-    def _take(self, chore: Chore | None) -> None:
+    def _take(self, chore: Chore | Gone | None) -> None:
         if chore is None:
             self._due = 0.0
+        elif isinstance(chore, Gone):
+            self._link.noticed(chore)
         else:
             self._chores.append(chore)
 
@@ -208,8 +214,8 @@ class Upkeep:
         link.session = session
         if previous is not None and not resumed:
             self._chores = [chore for chore in self._chores if chore.holder[1] != previous.id]
-            link.guard.close(previous.proof)
             previous.regions.close()
+        link.guard.keep_only(session.proof)
         self._due = time.monotonic() + PING_INTERVAL
         return session
 
@@ -233,7 +239,8 @@ class Upkeep:
         link.live = None
         if link.closed:
             return
-        link.problem = error
+        # Calls expect that the server may be away, whatever the reason; those of connect() are raised as they are.
+        link.problem = Unavailable(str(error)) if isinstance(error, BackendError | ConfigError) else error
         # Each reason once per outage, however often it is tried again.
         if str(error) not in self._told:
             self._told.add(str(error))
@@ -246,10 +253,7 @@ class Upkeep:
             items = [item for chore in mine if chore.op is op for item in chore.items]
             for start in range(0, len(items), GATHER_ITEMS):
                 part = items[start : start + GATHER_ITEMS]
-                if op in (Op.ABORT, Op.REPORT):
-                    arguments = [pack_u32(entry for entry, _ in part), pack_u32(generation for _, generation in part)]
-                else:
-                    arguments = [pack_u64(part)]
+                arguments = self._packed(op, part)
                 timeout = _farewell_of(session) if closing else PING_TIMEOUT
                 try:
                     self._request(op, session.epoch, session.id, arguments, timeout, closing)
@@ -259,6 +263,17 @@ class Upkeep:
                     self._link.lose(session)
                     return
         self._chores = []
+
+    def _packed(self, op: Op, items: list[Any]) -> list[bytes]:
+        """Columns of ``items``; without those that are none, which would keep the others from ever being delivered."""
+        try:
+            return _columns(op, items)
+        except (TypeError, ValueError, OverflowError):
+            good = [item for item in items if _is_packable(op, item)]
+            self._link.note(
+                "error", "put-off work dropped", op=op.name, items=len(items) - len(good), reason="these are no ids"
+            )
+            return _columns(op, good)
 
     def _farewell(self) -> None:
         session = self._link.session
@@ -278,3 +293,17 @@ class Upkeep:
 
 def _farewell_of(session: Session) -> float:
     return FAREWELL if session.proof is not None else FAREWELL_UNPROVEN
+
+
+def _columns(op: Op, items: list[Any]) -> list[bytes]:
+    if op in (Op.ABORT, Op.REPORT):
+        return [pack_u32(entry for entry, _ in items), pack_u32(generation for _, generation in items)]
+    return [pack_u64(items)]
+
+
+def _is_packable(op: Op, item: Any) -> bool:
+    try:
+        _columns(op, [item])
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True

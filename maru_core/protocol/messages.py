@@ -36,10 +36,12 @@ REPORT      entry u32[n], generation u32[n]                             CommitSt
 ==========  ==========================================================  ==============================================
 
 ``quota`` of HELLO is the most that the client wants its namespace to hold, in bytes (0: no wish). ``resume`` is empty,
-or what the client still uses of the session that it had with the server before this one: ``[session, entry u32[n],
-generation u32[n], lease u64[m], size u32[m], entry u32[k], generation u32[k]]``, its reservations and then its leases,
-whose sizes add up to k. If that server's memory lives on in this one, the reply names the same session, which holds
-exactly this; otherwise a new one, which holds nothing.
+or a part of what the client still uses of the session that it had with the server before this one: ``[session, attempt,
+part, last (bool), entry u32[n], generation u32[n], lease u64[m], size u32[m], entry u32[k], generation u32[k]]``,
+reservations and then leases, whose sizes (never 0) add up to k; n + k is at most MAX_RESUME. Parts are numbered from 0;
+``attempt`` is the same number in all parts of one listing and another in the next. A lease may go on in the next part.
+If that server's memory lives on in this one, each reply names the same session, which holds exactly what all parts list
+once the last is answered; otherwise a new one, which holds nothing, and the remaining parts are not sent.
 
 ``DMA`` of ATTACH says that devices may move this client's bytes by themselves, and so for a moment after it died.
 
@@ -67,6 +69,8 @@ from maru_core.pool_format import HEADER_SIZE
 MAX_MESSAGE: Final = 8 * 1024 * 1024
 #: Most keys in one request; further bounds the memory that one message may make the server allocate.
 MAX_KEYS: Final = 112_000
+#: Most reservations and leased objects that one part of a HELLO lists.
+MAX_RESUME: Final = 32_768
 #: Longest namespace descriptor and other text, in bytes.
 MAX_TEXT: Final = 16 * 1024
 #: Longest role, host and name of a client, in bytes: each record of a session must stay small.

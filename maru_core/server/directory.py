@@ -10,7 +10,7 @@ Here is what can be asked of it; :mod:`.objects` has what is known of each objec
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from maru_core.protocol.messages import CommitStatus, Presence
 from maru_core.server.arena import Arena
@@ -87,8 +87,11 @@ class Directory:
         self._postponed.settle()
         return self._room.thaw(limit)
 
-    def unlisted(self, session: Session, entries: Sequence[int], generations: Sequence[int]) -> list[int]:
-        """First entries of what ``session`` has reserved and does not list."""
+    def unlisted(self, session: Session, entries: Sequence[int], generations: Sequence[int]) -> Iterator[list[int]]:
+        """First entries of what ``session`` has reserved and does not list, after each slice of work some of them.
+
+        The session may take and free nothing before that is over.
+        """
         self._postponed.settle()
         self._room.withheld.claim(session.id, filter(self.objects.is_free, entries))
         return self._reservations.unlisted(session, entries, generations)

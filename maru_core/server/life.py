@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import structlog
+from attrs import define, field
 
 from maru_core import __version__
 from maru_core.errors import ProtocolError
 from maru_core.protocol.codec import describe
-from maru_core.protocol.messages import MAX_MESSAGE, Code
+from maru_core.protocol.messages import MAX_KEYS, MAX_MESSAGE, MAX_RESUME, Code
 from maru_core.protocol.version import PROTOCOL_VERSION
 from maru_core.server import requests
 from maru_core.server.directory import Directory
@@ -21,6 +23,10 @@ from maru_core.server.steps import SLICE, Steps
 
 #: Sessions that one line of the log names.
 _NAMED = 10
+#: How often, on average, a session may list each page of the pools as leased. Only bounds what a listing takes.
+_LISTED: Final = 8
+#: What taking up a lease costs beside its objects, in objects.
+_COST_OF_LEASE: Final = 4
 
 
 class Proofs(Protocol):
@@ -32,8 +38,8 @@ class Proofs(Protocol):
     def held(self, session: int) -> bool:
         """Whether somebody holds the lock now."""
 
-    def path_of(self, session: int) -> str:
-        """The path of a session's lock file."""
+    def ensure(self, session: int) -> str:
+        """The path of a session's lock file, which is made anew if it was lost. Raises OSError."""
 
     def record(self, session: int, record: SessionRecord) -> None:
         """Note whose session it is, before it may hold anything. Raises OSError."""
@@ -47,6 +53,30 @@ class Access(Protocol):
 
     def refuses(self, identity: str, descriptor: bytes) -> str | None:
         """Why the client with this public key may not use this namespace; ``None`` when it may."""
+
+
+@define(eq=False)
+class Gathered:
+    """What a session lists in several parts of one ``attempt``."""
+
+    attempt: int
+    parts: int = 0
+    entries: array[int] = field(factory=lambda: array("I"))
+    generations: array[int] = field(factory=lambda: array("I"))
+    leases: array[int] = field(factory=lambda: array("Q"))
+    sizes: array[int] = field(factory=lambda: array("I"))
+    held: array[int] = field(factory=lambda: array("I"))
+    held_generations: array[int] = field(factory=lambda: array("I"))
+
+    def add(self, part: requests.Resume) -> None:
+        """Take the next part."""
+        self.parts += 1
+        self.entries += part.entries
+        self.generations += part.generations
+        self.leases += part.leases
+        self.sizes += part.sizes
+        self.held += part.held
+        self.held_generations += part.held_generations
 
 
 class SessionLife:
@@ -74,6 +104,9 @@ class SessionLife:
         self._thawing = False
         self._started = clock()
         self._told_awaited = False
+        #: What awaited sessions have listed so far, and those whose whole list is being gone through.
+        self._gathered: dict[int, Gathered] = {}
+        self._resuming: set[int] = set()
         #: Closed sessions whose holdings are being freed.
         self._ending = 0
         self._log = structlog.get_logger(__name__)
@@ -158,7 +191,7 @@ class SessionLife:
             and self._sessions.belongs(session, namespace)
         ):
             yield from self._resume(session, hello.resume)
-            path = self._proofs.path_of(session.id)
+            path = self._proofs.ensure(session.id)
         else:
             session = self._sessions.open(namespace, hello.role, hello.name, self._clock())
             session.owner = identity
@@ -170,28 +203,62 @@ class SessionLife:
         pools = [arena.descriptor.to_wire() for arena in self._directory.arenas]
         return [session.id, path, namespace.weights_epoch, pools, [MAX_MESSAGE], [__version__, self._pid]]
 
-    def _resume(self, session: Session, resume: requests.Resume) -> Steps:
-        """Free what a session of the server before this one does not use any more, and lease again what it reads."""
+    def _resume(self, session: Session, part: requests.Resume) -> Steps:
+        """Gather what a session of the server before this one still uses; go on with it at the last part."""
         session.died = None
-        lost = self._directory.unlisted(session, resume.entries, resume.generations)
+        if part.part == 0:
+            gathered = self._gathered[session.id] = Gathered(part.attempt)
+        else:
+            known = self._gathered.get(session.id)
+            if known is None or (known.attempt, known.parts) != (part.attempt, part.part):
+                raise ProtocolError(f"part {part.part} of what session {session.id} resumes is out of turn; begin anew")
+            gathered = known
+        gathered.add(part)
+        entries = self._directory.objects.total
+        if len(gathered.entries) > entries + MAX_RESUME or len(gathered.held) > _LISTED * (entries + MAX_KEYS):
+            del self._gathered[session.id]
+            raise ProtocolError(f"session {session.id} lists more than it can have had in pools of {entries} pages")
+        if not part.last:
+            return []
+        del self._gathered[session.id]
+        # HELLO comes again when its reply was lost, maybe before the first one has been executed.
+        while session.id in self._resuming:
+            yield
+            self._still(session)
+        self._resuming.add(session.id)
+        try:
+            yield from self._take_up(session, gathered)
+        finally:
+            self._resuming.discard(session.id)
+        return []
+
+    def _take_up(self, session: Session, listed: Gathered) -> Steps:
+        """Free what ``session`` does not use any more, and lease again what it reads."""
+        lost: list[int] = []
+        for some in self._directory.unlisted(session, listed.entries, listed.generations):
+            lost += some
+            yield
+            self._still(session)
         for at in range(0, len(lost), SLICE):
-            if at:
-                yield
-                self._still(session)
             self._directory.give_back(session, lost[at : at + SLICE])
-        # HELLO may come twice, when its reply was lost: what is leased already stays as it is.
+            yield
+            self._still(session)
+        lease, start, known = 0, 0, False
         worked = 0
-        for lease, (entries, generations) in resume.leases.items():
-            if lease in session.leases:
-                continue
-            for at in range(0, len(entries), SLICE):
-                part = slice(at, at + SLICE)
-                self._directory.resume_lease(session, lease, entries[part], generations[part])
-                worked += len(entries[part])
+        for number, size in zip(listed.leases, listed.sizes, strict=True):
+            if number != lease:
+                # What is leased already stays as it is. A lease that goes on in the next part begins only once.
+                lease, known = number, number in session.leases
+            for at in range(start, start + size, SLICE):
+                part = slice(at, min(at + SLICE, start + size))
+                if not known:
+                    self._directory.resume_lease(session, lease, listed.held[part], listed.held_generations[part])
+                worked += _COST_OF_LEASE + part.stop - part.start
                 if worked >= SLICE:
                     yield
                     self._still(session)
                     worked = 0
+            start += size
         if session.awaited:
             self._sessions.resumed(session)
             self.sweep_soon = not self._sessions.awaited
@@ -239,6 +306,7 @@ class SessionLife:
 
     def _end(self, session: Session) -> Steps:
         self._sessions.close(session)
+        self._gathered.pop(session.id, None)
         self._ending += 1
         try:
             while not self._directory.end_session(session, SLICE):

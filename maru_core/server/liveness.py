@@ -99,12 +99,13 @@ class SessionLocks:
     def create(self, session: int) -> str:
         """Make the lock file of a new session; returns its path. Raises OSError."""
         path = self._path(session)
+        self._folder.mkdir(mode=0o700, exist_ok=True)  # cleaners of temporary folders remove those that look unused
         self._descriptors[session] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         return str(path)
 
-    def path_of(self, session: int) -> str:
-        """The path of a session's lock file."""
-        return str(self._path(session))
+    def ensure(self, session: int) -> str:
+        """The path of a session's lock file, which is made anew for one whose file was lost. Raises OSError."""
+        return str(self._path(session)) if session in self._descriptors else self.create(session)
 
     def record(self, session: int, record: SessionRecord) -> None:
         """Write down whose session it is, from when on it may hold something. Raises OSError."""

@@ -11,7 +11,7 @@ from attrs import frozen
 from maru_core.errors import ProtocolError
 from maru_core.pool_format import KEY_SIZE
 from maru_core.protocol.codec import describe, unpack_u32, unpack_u64
-from maru_core.protocol.messages import MAX_KEYS, MAX_NAME, MAX_TEXT, Code
+from maru_core.protocol.messages import MAX_KEYS, MAX_NAME, MAX_RESUME, MAX_TEXT, Code
 
 _U64 = 1 << 64
 _KEY = f"{KEY_SIZE}s"
@@ -27,12 +27,18 @@ class Refusal(Exception):
 
 @frozen
 class Resume:
-    """What a client still uses of an earlier ``session``: reservations, and the entries of each lease by its id."""
+    """A part of what a client still uses of an earlier ``session``: reservations, and leases of ``sizes`` objects."""
 
     session: int
+    attempt: int
+    part: int
+    last: bool
     entries: array[int]
     generations: array[int]
-    leases: dict[int, tuple[array[int], array[int]]]
+    leases: array[int]
+    sizes: array[int]
+    held: array[int]
+    held_generations: array[int]
 
 
 @frozen
@@ -75,22 +81,33 @@ def hello(raw: list[Any]) -> Hello:
 
 
 def _resume(raw: object) -> Resume | None:
-    if type(raw) is not list or len(raw) not in (0, 7):
-        raise ProtocolError(f"what a session resumes is an empty array or one of 7, got {describe(raw)}")
+    if type(raw) is not list or len(raw) not in (0, 10):
+        raise ProtocolError(f"what a session resumes is an empty array or one of 10, got {describe(raw)}")
     if not raw:
         return None
-    entries, generations = handles(raw[1], raw[2])
-    ids = unpack_u64(raw[3])
-    sizes = unpack_u32(raw[4], within_limit(len(ids)))
-    held, held_generations = handles(raw[5], raw[6])
-    if sum(sizes) != len(held):
-        raise ProtocolError(f"leases of {sum(sizes)} objects in all, but {len(held)} objects are listed")
-    leases = {}
-    at = 0
-    for lease, size in zip(ids, sizes, strict=True):
-        leases[lease] = held[at : at + size], held_generations[at : at + size]
-        at += size
-    return Resume(number(raw[0], "session"), entries, generations, leases)
+    entries, generations = handles(raw[4], raw[5])
+    leases = unpack_u64(raw[6])
+    sizes = unpack_u32(raw[7], len(leases))
+    held, held_generations = handles(raw[8], raw[9])
+    # The rest costs little, whoever asks, only when this was looked at first.
+    if len(entries) + len(held) > MAX_RESUME:
+        raise ProtocolError(
+            f"{len(entries) + len(held)} items to resume in one part, the limit is {MAX_RESUME}; send more parts"
+        )
+    if len(sizes) > len(held) or 0 in sizes or sum(sizes) != len(held):
+        raise ProtocolError(f"{len(sizes)} leases, none of them empty, must list all of {len(held)} objects")
+    return Resume(
+        number(raw[0], "session"),
+        number(raw[1], "attempt"),
+        number(raw[2], "part"),
+        flag(raw[3], "last"),
+        entries,
+        generations,
+        leases,
+        sizes,
+        held,
+        held_generations,
+    )
 
 
 def number(value: object, what: str) -> int:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 
 from maru_core.pool_format import KEY_SIZE, State
 from maru_core.protocol.messages import NO_ENTRY, CommitStatus, ReserveStatus
 from maru_core.server.arena import Arena
 from maru_core.server.headers import chain_pairs, pairs_of
+from maru_core.server.holdings import EntrySet
 from maru_core.server.index import tags_of
 from maru_core.server.objects import FREE, READY, Objects, Postponed
 from maru_core.server.room import Room
 from maru_core.server.sessions import Session
+from maru_core.server.steps import SLICE
 
 _MAX_GENERATION = 0xFFFF_FFFF
 _KEY = f"{KEY_SIZE}s"
@@ -257,15 +260,19 @@ class Reservations:
         self._free(session, list(mine))
         return statuses
 
-    def unlisted(self, session: Session, entries: Sequence[int], generations: Sequence[int]) -> list[int]:
+    def unlisted(self, session: Session, entries: Sequence[int], generations: Sequence[int]) -> Iterator[list[int]]:
         """:meth:`Directory.unlisted`."""
-        generation = self._objects.generation
-        kept = {
-            entry
-            for entry, wanted in zip(entries, generations, strict=True)
-            if entry < self._objects.total and generation[entry] == wanted
-        }
-        return [entry for entry in (*session.reserved, *session.doomed) if entry not in kept]
+        generation, total = self._objects.generation, self._objects.total
+        kept = EntrySet()
+        for at in range(0, len(entries), SLICE):
+            part = zip(entries[at : at + SLICE], generations[at : at + SLICE], strict=True)
+            kept.update([entry for entry, wanted in part if entry < total and generation[entry] == wanted])
+            yield []
+        mine = chain(session.reserved, session.doomed)
+        while taken := list(islice(mine, SLICE)):
+            listed = kept.intersection(taken)
+            # A reset meanwhile may show an entry twice.
+            yield [entry for entry in dict.fromkeys(taken) if entry not in listed]
 
     def give_back(self, session: Session, entries: Sequence[int]) -> None:
         """:meth:`Directory.give_back`."""

@@ -11,10 +11,13 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
+import attrs
 import pytest
 
 from maru_core.client import MaruHandler, StoreResult
+from maru_core.client.objects import Shown
 from maru_core.errors import MaruError
 from maru_core.protocol import Presence
 from tests.client.fake_server import FakeServer, eventually
@@ -335,3 +338,105 @@ def test_the_probe_of_a_million_keys_does_not_starve_others(folder: Folder) -> N
         thread.join()
     # Mostly this process's own work on the keys; a server that served nobody else would show as the whole time.
     assert max(waits) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "named"),
+    [
+        (lambda h: h.alloc("a", -1), ValueError, "size"),
+        (lambda h: h.alloc("a", 1 << 64), ValueError, "size"),
+        (lambda h: h.alloc("a", 1.5), TypeError, "size"),
+        (lambda h: h.alloc("a", "5"), TypeError, "size"),
+        (lambda h: h.batch_alloc(["a"], [-1]), ValueError, "sizes"),
+        (lambda h: h.batch_alloc("a", [1]), TypeError, "keys"),
+        (lambda h: h.store("a", "text"), TypeError, "data"),
+        (lambda h: h.store("a", memoryview(bytes(8))[::2]), TypeError, "data"),
+        (lambda h: h.batch_store("abc", [b"1", b"2", b"3"]), TypeError, "keys"),
+        (lambda h: h.batch_store(["a"], b"1"), TypeError, "data"),
+        (lambda h: h.batch_retrieve("abc"), TypeError, "keys"),
+        (lambda h: h.batch_retrieve(None), TypeError, "keys"),
+        (lambda h: h.batch_exists(b"abc"), TypeError, "keys"),
+        (lambda h: h.batch_delete(5), TypeError, "keys"),
+        (lambda h: h.reserve(bytes(32), 8), TypeError, "keys"),
+        (lambda h: h.reserve(["x" * 32], 8), TypeError, "key"),
+        (lambda h: h.reserve([5], 8), TypeError, "key"),
+        (lambda h: h.reserve([bytes(32)], -1), ValueError, "length"),
+        (lambda h: h.reserve([bytes(32)], [-1]), ValueError, "length"),
+        (lambda h: h.reserve([bytes(32)], [0.5]), TypeError, "length"),
+        (lambda h: h.reserve([bytes(32)], 0.5), TypeError, "length"),
+        (lambda h: h.reserve([bytes(32)], 8, "x" * 32), TypeError, "parents"),
+        (lambda h: h.acquire(bytes(32), leading=True), TypeError, "keys"),
+        (lambda h: h.probe(None), TypeError, "keys"),
+        (lambda h: h.probe([bytes(32)], timeout="1"), TypeError, "timeout"),
+    ],
+)
+def test_a_wrong_argument_is_named(
+    fake: FakeServer, connect: Any, call: Any, error: type[Exception], named: str
+) -> None:
+    handler = connect()
+    before = [len(fake.held), len(fake.leases)]
+    with pytest.raises(error, match=rf"^(a )?{named}\b"):
+        call(handler)
+    assert [len(fake.held), len(fake.leases)] == before
+
+
+def test_generators_are_lists(handler: MaruHandler) -> None:
+    assert handler.batch_store((key for key in "ab"), (data for data in (b"1", b"2"))) == [StoreResult.STORED] * 2
+    assert handler.batch_exists(key for key in "abc") == [True, True, False]
+    found = handler.batch_retrieve(key for key in "ab")
+    assert [bytes(item.view) for item in found if item is not None] == [b"1", b"2"]
+
+
+def test_ids_that_are_none_keep_no_others_from_being_delivered(fake: FakeServer, connect: Any) -> None:
+    handler = connect()
+    handler.store("a", b"1")
+    lease = handler.acquire([handler.key("a")], leading=True)
+    for forged in (1 << 70, -1, "x", None):
+        handler.release(attrs.evolve(lease, ids=(forged,)))
+    grants = handler.reserve([bytes(32)], 8)
+    handler.abort(attrs.evolve(grants, entries=[1 << 70], generations=[1]))
+    handler.release(lease)
+    handler.abort(grants)
+    eventually(lambda: not fake.leases and not fake.held)
+    assert handler.is_up
+
+
+@pytest.mark.parametrize("end", ["commit", "abort"])
+def test_an_interrupted_end_of_an_allocation_can_be_repeated(
+    handler: MaruHandler, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """A signal handler raises just after the view was taken back."""
+    allocation = handler.alloc("a", 8)
+    allocation.view[:] = b"12345678"
+    take_back = Shown.end
+
+    def interrupted(shown: Shown) -> bool:
+        take_back(shown)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Shown, "end", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(allocation, end)()
+    assert allocation.is_open
+    assert getattr(allocation, end)() is (StoreResult.STORED if end == "commit" else None)
+    assert not allocation.is_open
+    assert handler.exists("a") is (end == "commit")
+    eventually(lambda: handler.stats()["pools"][0]["reserved"] == 0)
+    assert handler._goodbye
+
+
+def test_an_allocation_whose_commit_is_interrupted_is_given_back(
+    handler: MaruHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocation = handler.alloc("a", 8)
+
+    def interrupted(*_: object, **__: object) -> bytes:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(handler, "commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            allocation.commit()
+    assert not allocation.is_open
+    eventually(lambda: handler.stats()["pools"][0]["reserved"] == 0)

@@ -24,7 +24,8 @@ turn = 0
 def store():
     h.batch_store([f'{turn}-{n}' for n in range(4)], data)
 def retrieve():
-    h.batch_retrieve(['a', 'b', 'c', 'd'])
+    found = h.batch_retrieve(['a', 'b', 'c', 'd'])
+    found = None
 h.batch_store(['a', 'b', 'c', 'd'], data)
 call = {'store': store, 'retrieve': retrieve}[sys.argv[1]]
 begin = time.perf_counter()
@@ -64,7 +65,4 @@ def test_an_interrupted_batch_gives_back_what_it_took(folder: Folder, call: str)
     assert process.returncode == 0, err
     interrupted, pages, writing, reading = json.loads(out.strip().splitlines()[-1])
     assert interrupted > 200, err
-    assert (pages, writing) == (0, 0)
-    # Python drops an exception that comes in a finalizer, and with it what the finalizer was to do: some of the leases
-    # of objects that were let go in the very moment of the signal last until the session ends.
-    assert reading <= interrupted // 30
+    assert (pages, writing, reading) == (0, 0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -258,6 +259,106 @@ def test_what_was_reserved_before_a_restart_is_stored_after_it(folder: Folder) -
     handler.abort(grants, [1])
     eventually(lambda: used(handler) == (2 * 4096, 0, 0, 0))
     assert handler.probe([b"k" * 32, b"l" * 32, b"m" * 32]) == bytes([Presence.READY, Presence.ABSENT, Presence.ABSENT])
+
+
+def test_more_than_one_message_lists_is_resumed(folder: Folder) -> None:
+    """More pages than the keys of one request; the next server is told in several parts."""
+    handler = folder.connect(pool_size="1200M", eager_map=False, request_timeout=20, lease_share=1)
+    keys = [number.to_bytes(32, "big") for number in range(1, 120_001)]
+    handler.commit(handler.reserve(keys, 100))
+    lease = handler.acquire(keys, leading=True)
+    grants = handler.reserve([number.to_bytes(32, "big") for number in range(200_001, 320_001)], 100)
+    assert (len(grants.new), lease.leading) == (120_000, 120_000)
+    os.kill(folder.pid(), signal.SIGKILL)
+    eventually(lambda: handler.is_up and handler.epoch != grants.epoch, within=15)
+    assert used(handler) == (120_000 * 4096, 120_000 * 4096, 120_000 * 4096, 0)
+    assert handler.commit(grants) == bytes(120_000)
+    handler.release(lease)
+    eventually(lambda: used(handler)[1:] == (0, 0, 0), within=10)
+    assert handler.stats()["server"]["longest_turn_s"] < 0.05
+
+
+@pytest.mark.parametrize("leading", [False, True])
+def test_a_lease_over_several_messages_is_resumed(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, leading: bool
+) -> None:
+    monkeypatch.setattr("maru_core.client.keycalls.MAX_KEYS", 2)
+    handler = folder.connect()
+    keys = [bytes([index]) * 32 for index in range(1, 6)]
+    grants = handler.reserve([keys[0], keys[4]], 100)
+    handler.commit(grants)
+    lease = handler.acquire(keys, leading=leading)
+    assert len(lease.ids) == (1 if leading else 2)
+    os.kill(folder.pid(), signal.SIGKILL)
+    eventually(lambda: handler.is_up and handler.epoch != grants.epoch, within=5)
+    assert used(handler)[2] == len(lease.ids) * 4096
+    handler.release(lease)
+    eventually(lambda: used(handler)[2] == 0)
+
+
+def test_a_session_file_that_was_removed_is_made_anew(folder: Folder) -> None:
+    """Cleaners of temporary folders do that. The session goes on, and its end is proven again."""
+    code = """
+h = connect(server_url=f'ipc://{sys.argv[1]}/server.sock')
+g = h.reserve([b'k' * 32], 100)
+print('=', flush=True)
+while h._link.session.epoch == g.epoch or not h.is_up:
+    time.sleep(0.01)
+print('=', h.commit(g) == bytes(1), len(h._link.guard._open), flush=True)
+h.reserve([b'l' * 32], 100)
+print('=', flush=True)
+time.sleep(60)
+"""
+    observer = folder.connect()
+    process = folder.run(code, str(folder.path))
+    assert process.stdout is not None
+    # Its log goes there, too.
+    told = (line for line in process.stdout if line.startswith("="))
+    assert next(told)
+    mine = f"{observer._link.up().id:016x}.lock"
+    os.kill(folder.pid(), signal.SIGSTOP)
+    for path in (folder.path / "sessions").iterdir():
+        if path.name != mine:
+            path.unlink()
+    os.kill(folder.pid(), signal.SIGKILL)
+    assert next(told) == "= True 1\n"
+    assert next(told)
+    assert len(list((folder.path / "sessions").iterdir())) == 2
+    eventually(lambda: observer.is_up)
+    time.sleep(1.2)
+    assert used(observer)[1] == 4096, "its lock is held all the time"
+    process.kill()
+    process.wait()
+    eventually(lambda: used(observer)[1] == 0)
+    assert observer.probe([b"k" * 32]) == bytes([Presence.READY])
+
+
+def test_calls_find_no_server_when_none_can_be_started_again(folder: Folder) -> None:
+    handler = folder.connect()
+    assert handler.store("a", b"b") is StoreResult.STORED
+    pools = folder.path / "pools"
+    server = folder.pid()
+    os.kill(server, signal.SIGSTOP)
+    shutil.rmtree(pools)
+    pools.touch()
+    os.kill(server, signal.SIGKILL)
+    eventually(lambda: "has ended" in str(handler._link.problem), within=10)
+    with pytest.raises(Unavailable, match="has ended") as raised:
+        handler.exists("a")
+    assert "Traceback" not in str(raised.value)
+    assert "\n" not in str(raised.value)
+    pools.unlink()
+    pools.mkdir()
+    eventually(lambda: handler.is_up, within=10)
+    assert not handler.exists("a")
+
+
+def test_a_folder_of_sessions_that_was_removed_is_made_anew(folder: Folder) -> None:
+    folder.connect()
+    shutil.rmtree(folder.path / "sessions")
+    handler = folder.connect()
+    assert handler.store("a", b"b") is StoreResult.STORED
+    assert handler._link.up().proof is not None
 
 
 def test_stale_grants_do_not_reach_a_new_pool(folder: Folder) -> None:

@@ -137,10 +137,13 @@ class Speaker:
         entries, generations = self._handles()
         held, held_generations = self._handles()
         count = len(held) // 4
-        sizes = [count, *[0] * (len(leases) - 1)] if leases else []
+        leases = leases[:count]
+        sizes = [count - len(leases) + 1, *[1] * (len(leases) - 1)] if leases else []
         if not leases:
             held = held_generations = b""
-        return [self.session, entries, generations, _u64(leases), _u32(sizes), held, held_generations]
+        part, last = self.chance.choice([(0, True), (0, True), (0, False), (1, True), (1, False)])
+        columns = [entries, generations, _u64(leases), _u32(sizes), held, held_generations]
+        return [self.session, self.chance.choice([1, 1, 2]), part, last, *columns]
 
     # -- anything else ---------------------------------------------------------------------------------------------
 

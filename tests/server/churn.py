@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from itertools import chain
 
 from attrs import define, field
 
@@ -360,7 +361,8 @@ class Churn:
             client.batches = [batch for batch in client.batches if rng.random() < 0.8]
             client.leases = {lease: held for lease, held in client.leases.items() if rng.random() < 0.8}
             mine = [item for batch in client.batches for item in batch]
-            lost = directory.unlisted(session, [item.entry for item in mine], [item.generation for item in mine])
+            parts = directory.unlisted(session, [item.entry for item in mine], [item.generation for item in mine])
+            lost = list(chain.from_iterable(parts))
             directory.give_back(session, lost)
             for lease, held in client.leases.items():
                 directory.resume_lease(session, lease, [item[0] for item in held], [item[1] for item in held])

@@ -135,6 +135,9 @@ class RawClient:
         leases = reading or {}
         columns = [
             earlier,
+            self.request,
+            0,
+            True,
             pack(writing[0]),
             pack(writing[1]),
             u64(*leases),

@@ -192,7 +192,7 @@ def test_a_session_is_resumed_by_its_own_key_only(start_server, connect, runtime
     server.process.wait()
     server = start_server(*options)
     thief = connect(server, known["free"])
-    columns = [red.session, pack(entries), pack(generations), b"", b"", b"", b""]
+    columns = [red.session, 1, 0, True, pack(entries), pack(generations), b"", b"", b"", b""]
     thief.hello(descriptor("red"), attach=False, resume=columns)
     assert thief.session != red.session
     assert red.resume(server.url, (entries, generations), namespace=descriptor("red"))

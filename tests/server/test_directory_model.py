@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from itertools import chain
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -206,7 +207,8 @@ class DirectoryModel(RuleBasedStateMachine):
             else:
                 keep = [item for item in mine if data.draw(st.booleans(), "still writes")]
                 read = [item for item in self.reading if item[0] == who and data.draw(st.booleans(), "still reads")]
-                lost = directory.unlisted(session, [item[1] for item in keep], [item[2] for item in keep])
+                parts = directory.unlisted(session, [item[1] for item in keep], [item[2] for item in keep])
+                lost = list(chain.from_iterable(parts))
                 assert sorted(lost) == sorted(item[1] for item in mine if item not in keep)
                 directory.give_back(session, lost)
                 for _, lease, taken in read:

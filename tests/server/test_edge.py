@@ -31,7 +31,7 @@ class AlwaysHeld:
     def held(self, session: int) -> bool:
         return True
 
-    def path_of(self, session: int) -> str:
+    def ensure(self, session: int) -> str:
         return "/nowhere"
 
     def record(self, session: int, record: object) -> None:

@@ -6,6 +6,7 @@ import random
 import sys
 from array import array
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -248,7 +249,8 @@ def test_what_became_something_else_is_not_held_again():
     mine = again.sessions.get(session.id)
     stored, generation = again.ready()[session.namespace.digest, key(0)]
     outside = 1 << 31
-    lost = again.directory.unlisted(mine, [entries[0], entries[1], outside], [generations[0], generations[1] + 1, 1])
+    listed = again.directory.unlisted(mine, [entries[0], entries[1], outside], [generations[0], generations[1] + 1, 1])
+    lost = list(chain.from_iterable(listed))
     assert lost == [entries[1]]
     again.directory.give_back(mine, [*lost, stored, outside])
     again.directory.resume_lease(mine, 1, [stored, outside, entries[0]], [generation + 1, 1, generations[0]])
@@ -299,7 +301,7 @@ def test_pages_behind_a_damaged_header_wait_for_whoever_uses_them(use):
     assert again.store(other, keys(20, 16)).count(0) == 12, "all but the three behind the damage and the reserved one"
     listed = ([entries[0]], [generations[0]])
     if use == "writes":
-        again.directory.give_back(mine, again.directory.unlisted(mine, *listed))
+        again.directory.give_back(mine, list(chain.from_iterable(again.directory.unlisted(mine, *listed))))
         assert again.directory.commit(mine, array("I", listed[0]), array("I", listed[1])) == b"\1"
     elif use == "reads":
         again.directory.resume_lease(mine, 1, *listed)

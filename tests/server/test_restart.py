@@ -13,8 +13,9 @@ import pytest
 
 from maru_core.pool_format import HEADER_SIZE, State
 from maru_core.protocol import PROTOCOL_VERSION, Code, Op, ReserveStatus
+from maru_core.protocol.messages import MAX_RESUME
 from maru_core.server.liveness import SessionRecord
-from tests.server.raw import RawClient, Refused, keys
+from tests.server.raw import RawClient, Refused, keys, pack, u64
 from tests.server.test_sessions import holder, wait_for
 
 __all__ = ["holder"]
@@ -94,6 +95,87 @@ def test_a_lost_reply_to_hello_does_not_matter(start_server, connect):
     assert client.call(Op.RELEASE, lease.to_bytes(8, "little")) == [b"\0"]
     assert capacity(client)["leased"] == 0
     assert not client.resume(server.url, (entries, generations)), "a session that went on is not resumed"
+
+
+def part_of(
+    session: int, attempt: int, part: int, last: bool, writing: list[int], reading: dict[int, list[int]]
+) -> list[object]:
+    """One part of what a session resumes, all of generation 1."""
+    held = [entry for entries in reading.values() for entry in entries]
+    sizes = [len(entries) for entries in reading.values()]
+    handles = [pack(writing), pack([1] * len(writing)), u64(*reading), pack(sizes), pack(held), pack([1] * len(held))]
+    return [session, attempt, part, last, *handles]
+
+
+def test_a_list_in_parts_counts_when_its_last_part_is_there(start_server, connect):
+    server = start_server("--lease-share", "1")
+    client = connect(server).hello()
+    client.store(keys(0, 704))
+    lease, _, read = client.acquire(keys(0, 700))
+    other, _, read_too = client.acquire(keys(700, 4))
+    _, entries, _ = client.reserve(keys(1000, 4))
+    session = client.session
+    kill(server)
+    server = start_server("--lease-share", "1")
+    again = connect(server)
+    # An attempt that is given up leaves nothing behind.
+    again.hello(attach=False, resume=part_of(session, 1, 0, False, entries, {other: read_too}))
+    assert again.session == session
+    again.session = again.epoch = 0
+    parts = [part_of(session, 2, 0, False, entries[:1], {lease: read[:600]})]
+    parts += [part_of(session, 2, 1, False, entries[1:2], {lease: read[600:]}), part_of(session, 2, 2, True, [], {})]
+    again.hello(attach=False, resume=parts[0])
+    for late in (part_of(session, 1, 1, True, entries, {}), parts[2]):
+        again.session = again.epoch = 0
+        with pytest.raises(Refused, match="out of turn"):
+            again.hello(attach=False, resume=late)
+    for part in parts[1:]:
+        assert (capacity(again)["reserved"], capacity(again)["leased"]) == (4 * 4096, 0)
+        again.session = 0
+        again.hello(attach=False, resume=part)
+    assert again.session == session
+    assert (capacity(again)["reserved"], capacity(again)["leased"]) == (2 * 4096, 700 * 4096)
+    again.call(Op.ATTACH, False, False)
+    assert again.call(Op.RELEASE, u64(lease, other)) == [b"\0\1"], "a lease that goes on in the next part is one"
+    assert capacity(again)["leased"] == 0
+
+
+def test_what_nobody_can_have_held_is_refused(start_server, connect):
+    server = start_server(*SIXTEEN)
+    client = connect(server).hello()
+    session = client.session
+    kill(server)
+    server = start_server(*SIXTEEN)
+    again = connect(server)
+    most = [7] * MAX_RESUME
+    for wrong, why in (
+        (part_of(session, 1, 0, True, [*most, 1], {}), "in one part"),
+        (part_of(session, 1, 0, True, [], {1: []}), "none of them empty"),
+        (part_of(session, 1, 1, True, [], {}), "out of turn"),
+    ):
+        again.session = again.epoch = 0
+        with pytest.raises(Refused, match=why):
+            again.hello(attach=False, resume=wrong)
+    again.session = again.epoch = 0
+    again.hello(attach=False, resume=part_of(session, 1, 0, False, most, {}))
+    again.session = again.epoch = 0
+    with pytest.raises(Refused, match="more than it can have had"):
+        again.hello(attach=False, resume=part_of(session, 1, 1, False, most, {}))
+    again.session = again.epoch = 0
+    again.hello(attach=False, resume=part_of(session, 2, 0, True, [], {}))
+    assert again.session == session
+
+
+def test_many_leases_of_an_unknown_session_cost_nothing(start_server, connect):
+    server = start_server()
+    client = connect(server)
+    many = {number: [1] for number in range(1, MAX_RESUME + 1)}
+    columns = part_of(99, 1, 0, True, [], many)
+    for _ in range(20):
+        client.session = client.epoch = 0
+        client.hello(attach=False, resume=columns)
+        assert client.session != 99
+    assert client.stats()["server"]["longest_turn_s"] < 0.01
 
 
 def test_nothing_is_evicted_before_everybody_is_back(start_server, connect, holder):

@@ -28,7 +28,7 @@ class Locks:
         self.files.add(session)
         return f"/{session}"
 
-    def path_of(self, session: int) -> str:
+    def ensure(self, session: int) -> str:
         return f"/{session}"
 
     def record(self, session: int, record: object) -> None:
