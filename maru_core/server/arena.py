@@ -36,6 +36,8 @@ class Arena:
     leased: int = 0
     #: READY objects, in number.
     objects: int = field(default=0)
+    #: Granules per object, of all sizes that there have been.
+    sizes: set[int] = field(factory=set)
 
     @classmethod
     def of(

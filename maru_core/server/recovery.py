@@ -89,6 +89,7 @@ class Recovery:
             behind = entry + pages
             namespace = self._namespaces.of_digest(digest)
             objects.pages[entry] = pages
+            arena.sizes.add(pages)
             objects.tail[behind - 1] = entry
             objects.length[entry] = length
             objects.home[entry] = namespace.number

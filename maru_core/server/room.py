@@ -114,13 +114,14 @@ class Room:
     def _spares_crumbs(self, arena: Arena, count: int) -> bool:
         """Whether ``count`` objects rather take the place of others than be scattered over what is left between them.
 
-        Where objects have one size there is next to nothing left between them. Where they have several, small ones
+        Where objects have one size, each fits wherever one was. Where they have several, small ones
         would always be laid into the gaps that large ones leave, one here and one there, and be moved one by one. The
         gaps join when what is between them goes.
         """
         entries = arena.end - arena.base
         return (
             count >= _TOGETHER
+            and len(arena.sizes) > 1
             and not self.frozen
             and entries <= _MIXED * arena.free.free
             and entries > _MOST_CRUMBS * arena.free.free
@@ -129,6 +130,7 @@ class Room:
     def _take(self, arena: Arena, length: int, count: int, runs: list[Run], sparing: bool) -> int:
         """Take room for at most ``count`` objects that is free; ``sparing``: only where several fit. For how many."""
         pages = arena.pages_for(length)
+        arena.sizes.add(pages)
         taken = 0
         for start, pieces in arena.free.take(pages, count, _SEVERAL if sparing else 1):
             runs.append((arena, pages, start + arena.base, pieces))

@@ -135,13 +135,14 @@ def neighbours_after_churn(sizes: tuple[int, ...], pool: int, seed: int) -> floa
 
 
 @pytest.mark.parametrize(
-    ("sizes", "bound"),
-    # Seen: 0.76 to 0.82, and 0.78 to 0.80. Of several sizes it is 0.5 when small ones go into every gap.
-    [((2,), 0.7), ((1, 3, 5), 0.7)],
+    ("sizes", "chunks"),
+    # Seen: 0.83, and 0.78 to 0.80. Of several sizes it is 0.5 when small ones go into every gap. Of one size nothing is
+    # left in gaps for that, so in a small pool it is 0.4.
+    [((2,), 4000), ((1, 3, 5), 1500)],
 )
-def test_chunks_that_are_stored_together_lie_together(sizes, bound):
+def test_chunks_that_are_stored_together_lie_together(sizes, chunks):
     for seed in range(2):
-        assert neighbours_after_churn(sizes, 1500 * sum(sizes), seed) > bound
+        assert neighbours_after_churn(sizes, chunks * sum(sizes), seed) > 0.7
 
 
 def test_small_batches_go_into_gaps():
