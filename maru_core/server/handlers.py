@@ -10,10 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import msgpack
-import structlog
 from attrs import define, field
 
-from maru_core import __version__
+from maru_core import __version__, logs
 from maru_core.errors import ProtocolError
 from maru_core.protocol.codec import decode, describe
 from maru_core.protocol.messages import Code, Op
@@ -97,7 +96,7 @@ class Handlers:
     def __attrs_post_init__(self) -> None:
         self._pack = msgpack.Packer(use_bin_type=True).pack
         self._started = self.clock()
-        self._log = structlog.get_logger(__name__)
+        self._log = logs.get_logger(__name__)
         self.directory.counters.update(
             dict.fromkeys(
                 (

@@ -6,10 +6,9 @@ from array import array
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-import structlog
 from attrs import define, field
 
-from maru_core import __version__
+from maru_core import __version__, logs
 from maru_core.errors import ProtocolError
 from maru_core.protocol.codec import describe
 from maru_core.protocol.messages import MAX_KEYS, MAX_MESSAGE, MAX_RESUME, Code
@@ -109,7 +108,7 @@ class SessionLife:
         self._resuming: set[int] = set()
         #: Closed sessions whose holdings are being freed.
         self._ending = 0
-        self._log = structlog.get_logger(__name__)
+        self._log = logs.get_logger(__name__)
 
     def sweep(self) -> list[Steps]:
         """Look for dead and silent sessions; returns the work of freeing what they held. Call about once a second."""

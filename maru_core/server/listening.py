@@ -10,11 +10,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
-import structlog
 import zmq
 from attrs import define, field
 from zmq.auth.thread import ThreadAuthenticator
 
+from maru_core import logs
 from maru_core.access import KeyRing
 from maru_core.address import Address
 from maru_core.errors import ConfigError
@@ -86,7 +86,7 @@ class SocketWatch:
             self._tell(f"the socket was removed and cannot be made again: {error}")
         else:
             self._told = ""
-            structlog.get_logger(__name__).warning("the socket was removed, and made again", path=self._path)
+            logs.get_logger(__name__).warning("the socket was removed, and made again", path=self._path)
 
     def remove(self) -> None:
         """Unlink the socket, unless it is another one's by now."""
@@ -99,7 +99,7 @@ class SocketWatch:
     def _tell(self, reason: str) -> None:
         if reason != self._told:
             self._told = reason
-            structlog.get_logger(__name__).error("not reachable for new clients", path=self._path, reason=reason)
+            logs.get_logger(__name__).error("not reachable for new clients", path=self._path, reason=reason)
 
 
 @contextmanager
@@ -123,7 +123,7 @@ class KeyWatch:
     def __call__(self) -> None:
         """Look. Takes microseconds when nothing changed."""
         if self._keys.refresh():
-            log = structlog.get_logger(__name__)
+            log = logs.get_logger(__name__)
             log.info("keys read again", clients=sorted(client.name for client in self._keys.clients.values()))
             for problem in self._keys.problems.values():
                 log.error("a key file lets nobody in", reason=problem)

@@ -12,11 +12,11 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from maru_core import logs
 from maru_core.address import Address
 from maru_core.errors import ConfigError
 
@@ -120,7 +120,7 @@ class MetricsListener:
     def __init__(self, where: str) -> None:
         host, _, port = where.rpartition(":")
         host = host.strip("[]")
-        self._log = structlog.get_logger(__name__)
+        self._log = logs.get_logger(__name__)
         try:
             self._socket = socket.create_server(
                 (host, int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=MAX_CONNECTIONS

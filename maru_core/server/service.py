@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 
-import structlog
 import zmq
 from attrs import frozen
 
-from maru_core import __version__
+from maru_core import __version__, logs
 from maru_core.access import KeyRing
 from maru_core.contracts import PolicyFactory, StorageBackend
 from maru_core.errors import ConfigError
@@ -74,7 +73,7 @@ def run_server(
     """
     if not settings.pool_sizes or not 0 < settings.lease_share <= 1:
         raise ConfigError(f"a server needs a pool and a lease share in (0, 1], got {settings}")
-    log = structlog.get_logger(__name__)
+    log = logs.get_logger(__name__)
     runtime = RuntimeDir.open(settings.runtime_dir)
     url = check_url(settings.url, secured=settings.keys is not None) if settings.url else runtime.url
     keys = None
