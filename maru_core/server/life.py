@@ -176,7 +176,7 @@ class SessionLife:
         reason = None if self._access is None else self._access.refuses(identity, hello.descriptor)
         if reason is not None:
             raise Refusal(Code.FORBIDDEN, reason)
-        namespace = self._directory.namespaces.open(hello.descriptor)
+        namespace = self._directory.namespaces.open(hello.descriptor, identity)
         self._directory.wish_quota(namespace, hello.quota)
         session = None
         if hello.resume is not None:
@@ -192,6 +192,7 @@ class SessionLife:
             yield from self._resume(session, hello.resume)
             path = self._proofs.ensure(session.id)
         else:
+            self._sessions.check_room(identity)
             session = self._sessions.open(namespace, hello.role, hello.name, self._clock())
             session.owner = identity
             try:

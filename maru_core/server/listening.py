@@ -24,6 +24,10 @@ from maru_core.server.loop import ZAP_DOMAIN
 class Binder(Protocol):
     """The part of the loop that listens."""
 
+    @property
+    def listens(self) -> bool:
+        """Whether there is an address at which new clients are let in."""
+
     def bind(self, url: str) -> str:
         """Listen; returns the address. Raises zmq.ZMQError."""
 
@@ -35,7 +39,8 @@ def listen(loop: Binder, url: str, cleanup: ExitStack) -> tuple[str, Callable[[]
     """Bind ``url``; returns the address, and what keeps it bound: call that now and then. Raises ConfigError."""
     address = Address.parse(url)
     if address.scheme == "tcp":
-        return _bind(loop, url), lambda: None
+        bound = _bind(loop, url)
+        return bound, PortWatch(loop, bound)
     _check_folder(Path(address.path).parent)
     # bind() would silently take the path over from whoever listens there; a killed server only leaves the name.
     if _listens(address.path):
@@ -45,6 +50,19 @@ def listen(loop: Binder, url: str, cleanup: ExitStack) -> tuple[str, Callable[[]
     watch = SocketWatch(loop, url, bound, address.path)
     cleanup.callback(watch.remove)
     return bound, watch
+
+
+@define
+class PortWatch:
+    """Binds a port again after the loop hung up on everybody."""
+
+    _loop: Binder
+    _bound: str
+
+    def __call__(self) -> None:
+        """Look. Raises zmq.ZMQError while the port is not free yet."""
+        if not self._loop.listens:
+            self._loop.bind(self._bound)
 
 
 @define
@@ -63,6 +81,8 @@ class SocketWatch:
 
     def __call__(self) -> None:
         """Look, and bind again if need be. Takes microseconds when all is well. Never raises."""
+        if not self._loop.listens:
+            self._bound = ""  # the loop hung up on everybody; the name goes away in a moment
         try:
             if os.stat(self._path).st_ino == self._inode:
                 return
@@ -124,6 +144,9 @@ class KeyWatch:
         """Look. Takes microseconds when nothing changed."""
         if self._keys.refresh():
             log = logs.get_logger(__name__)
+            if self._keys.unreadable:
+                log.error("the keys cannot be read; those of before count", reason=self._keys.unreadable)
+                return
             log.info("keys read again", clients=sorted(client.name for client in self._keys.clients.values()))
             for problem in self._keys.problems.values():
                 log.error("a key file lets nobody in", reason=problem)

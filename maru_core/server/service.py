@@ -22,6 +22,7 @@ from maru_core.contracts import PolicyFactory, StorageBackend
 from maru_core.errors import ConfigError
 from maru_core.protocol.version import PROTOCOL_VERSION
 from maru_core.runtime_dir import RuntimeDir, check_url
+from maru_core.server.doors import Footprint, places
 from maru_core.server.eviction import least_recently_used
 from maru_core.server.handlers import Handlers
 from maru_core.server.heap import give_back_large_blocks
@@ -32,6 +33,10 @@ from maru_core.server.loop import ServerLoop
 from maru_core.server.memory import Memory, start_cold, start_warm
 from maru_core.server.sessions import SessionRegistry
 from maru_core.server.weights import WeightsFile
+
+#: Memory in bytes that messages may take besides what the directory needs for an entry when all are in use.
+_MESSAGE_MEMORY = 2 << 30
+_ENTRY_MEMORY = 512
 
 
 @frozen
@@ -105,6 +110,7 @@ def run_server(
             settings.eviction_policy,
         )
         sessions = SessionRegistry(len(settings.pool_sizes), lambda: secrets.randbits(63))
+        sessions.most = places()
         keep, now = settings.keep_pools, time.monotonic()
         # What is built here lives as long as the server: looking for garbage in it takes longer than building it.
         gc.disable()
@@ -123,8 +129,10 @@ def run_server(
         if keys is not None:
             cleanup.enter_context(authenticator(context, keys))
             chores.append(KeyWatch(keys))
-        loop = ServerLoop(context, handlers, settings.idle_exit, keys=keys, chores=chores)
+        loop = ServerLoop(context, handlers, settings.idle_exit, keys=keys, chores=chores, connections=sessions.most)
         cleanup.callback(loop.close)
+        entries = sum(arena.end - arena.base for arena in directory.arenas)
+        chores.append(Footprint(_MESSAGE_MEMORY + entries * _ENTRY_MEMORY, loop.hang_up))
         handlers.administration.token = runtime.make_token()
         handlers.administration.stop = loop.end
         if settings.metrics is not None:
