@@ -82,7 +82,9 @@ class SocketWatch:
     def __call__(self) -> None:
         """Look, and bind again if need be. Takes microseconds when all is well. Never raises."""
         if not self._loop.listens:
-            self._bound = ""  # the loop hung up on everybody; the name goes away in a moment
+            # The loop hung up on everybody; nobody listens behind the name any more.
+            self._bound = ""
+            self.remove()
         try:
             if os.stat(self._path).st_ino == self._inode:
                 return

@@ -24,7 +24,7 @@ from maru_core.server import leases as leases_module
 from maru_core.server import namespaces as namespaces_module
 from maru_core.server.doors import Footprint
 from maru_core.server.handlers import Task
-from maru_core.server.listening import PortWatch
+from maru_core.server.listening import PortWatch, SocketWatch
 from maru_core.server.loop import ServerLoop
 from maru_core.server.sessions import (
     MAX_UNATTACHED,
@@ -178,6 +178,19 @@ def test_half_a_message_that_grows_for_ever_is_cut_off(context):
         wait_for(lambda: revived(good))
         assert good.probe(keys(0, 1)) == b"\0"
         good.close()
+
+
+def test_the_private_socket_is_made_again_after_hanging_up(context, runtime_dir):
+    chores = []
+    url = f"ipc://{runtime_dir}/server.sock"
+    with served(context, url, chores) as (loop, _, address):
+        chores.append(SocketWatch(loop, url, address, f"{runtime_dir}/server.sock"))
+        client = RawClient(context, address)
+        client.call(Op.PING)
+        loop.hang_up()
+        wait_for(lambda: not loop.listens)
+        wait_for(lambda: revived(client))
+        client.close()
 
 
 def revived(client: RawClient) -> bool:
