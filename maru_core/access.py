@@ -89,7 +89,10 @@ class KeyRing:
     clients: Mapping[str, Client] = field(factory=dict)
     #: Why a file lets nobody in, by its name.
     problems: Mapping[str, str] = field(factory=dict)
-    _seen: frozenset[tuple[str, int, int]] = field(factory=frozenset)
+    #: Why the folder cannot be read now; what was read before counts until it can.
+    unreadable: str = ""
+    _seen: Mapping[str, tuple[int, int]] = field(factory=dict)
+    _read: Mapping[str, tuple[str, Client]] = field(factory=dict)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> KeyRing:
@@ -103,32 +106,47 @@ class KeyRing:
         return ring
 
     def refresh(self) -> bool:
-        """Read the clients again if some file changed; whether one did."""
+        """Read the files that changed; whether anything did, or the folder became unreadable.
+
+        A folder that cannot be read (but is there) lets in whom it let in before.
+        """
         try:
-            seen = frozenset(_public_files(self.folder))
-        except OSError:
-            seen = frozenset()
+            seen = {name: (modified, inode) for name, modified, inode in _public_files(self.folder)}
+        except (FileNotFoundError, NotADirectoryError):
+            seen = {}
+        except OSError as error:
+            before, self.unreadable = self.unreadable, f"{self.folder}: {error.strerror}"
+            return before != self.unreadable
+        self.unreadable = ""
         if seen == self._seen:
             return False
+        read: dict[str, tuple[str, Client]] = {}
         found: dict[str, Client] = {}
         problems: dict[str, str] = {}
         names: dict[str, str] = {}
-        for name in sorted(name for name, _, _ in seen):
+        for name in sorted(seen):
             path = self.folder / (name + PUBLIC_SUFFIX)
             try:
-                key = read_public(path).decode()
-                allowed = _namespaces_in(path)
+                # A file that is as it was needs no reading, which may fail for a moment.
+                if name in self._read and seen[name] == self._seen.get(name):
+                    read[name] = self._read[name]
+                else:
+                    read[name] = read_public(path).decode(), Client(name, _namespaces_in(path))
             except ConfigError as error:
                 problems[name] = str(error)
+                if isinstance(error.__cause__, OSError):
+                    del seen[name]  # looked at again the next time
                 continue
+            key, client = read[name]
             if key in names:
                 problems[name] = f"{path} has the key of {names[key]}{PUBLIC_SUFFIX}; each client needs one of its own"
                 found.pop(key, None)
                 continue
             names[key] = name
-            found[key] = Client(name, allowed)
-        self.clients, self.problems, self._seen = found, problems, seen
-        return True
+            found[key] = client
+        changed = (found, problems) != (self.clients, self.problems)
+        self.clients, self.problems, self._seen, self._read = found, problems, seen, read
+        return changed
 
     def refuses(self, identity: str, descriptor: bytes) -> str | None:
         """Why the client with this public key may not use the namespace of ``descriptor``; ``None`` when it may."""

@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, cast, get_args
 
-import structlog
 from attrs import Attribute, field, fields, frozen
 
+from maru_core import logs
 from maru_core.address import MAX_SOCKET_PATH, Address
 from maru_core.checksum import Verify
 from maru_core.errors import ConfigError
@@ -307,7 +307,7 @@ class MaruConfig:
         Keys without the prefix ``maru_`` belong to others and are ignored; an unknown one with it raises ConfigError
         that names the nearest. An unknown ``MARU_*`` variable is only warned of, because a plugin may read it.
         """
-        log = structlog.get_logger(__name__)
+        log = logs.get_logger(__name__)
         known = {PREFIX + attribute.name for attribute in settings()}
         given = {key: value for key, value in extra.items() if isinstance(key, str) and key.startswith(PREFIX)}
         for key in given:
@@ -425,9 +425,7 @@ def _renamed(layer: Mapping[str, Any], spell: Callable[[str], str]) -> dict[str,
         if former in layer:
             ignored = key in current
             current.setdefault(key, layer[former])
-            structlog.get_logger(__name__).warning(
-                "former_setting", setting=spell(former), use=spell(key), ignored=ignored
-            )
+            logs.get_logger(__name__).warning("former_setting", setting=spell(former), use=spell(key), ignored=ignored)
     return current
 
 

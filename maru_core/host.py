@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import pluggy
-import structlog
 from attrs import evolve, frozen
 
-from maru_core import discovery, hookspecs
+from maru_core import discovery, hookspecs, logs
 from maru_core.config import PluginSettings
 from maru_core.contracts import (
     BackendProvision,
@@ -84,7 +83,7 @@ class PluginHost:
     def __init__(self, settings: PluginSettings) -> None:
         """An empty host; use :meth:`discover` or :meth:`with_plugins`."""
         self._settings = settings
-        self._log = structlog.get_logger(__name__)
+        self._log = logs.get_logger(__name__)
         self._lock = threading.RLock()
         self._manager = pluggy.PluginManager(NAME)
         self._manager.add_hookspecs(hookspecs)

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import structlog
-
 import maru_core
+from maru_core import logs
 from maru_core.config import MaruConfig
 from maru_core.errors import BackendError, ConfigError, Unavailable
 from maru_core.runtime_dir import RuntimeDir
@@ -147,7 +146,7 @@ class ServerStarter:
             os.close(log)
             os.close(result)
         os.set_blocking(report, False)
-        structlog.get_logger(__name__).info("maru server started", log=str(log_path))
+        logs.get_logger(__name__).info("maru server started", log=str(log_path))
         return report
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import structlog
-
+from maru_core import logs
 from maru_core.access import ClientKeys
 from maru_core.checksum import Verify
 from maru_core.client.arguments import bytes_of, length_of, lengths_of, sequence_of
@@ -231,7 +230,7 @@ class MaruHandler(KeyCalls):
             try:
                 allocation.abort()
             except MaruError as error:
-                structlog.get_logger(__name__).warning("session kept until the process ends", reason=str(error))
+                logs.get_logger(__name__).warning("session kept until the process ends", reason=str(error))
                 self._goodbye = False
         self._upkeep.stop(may_end=self._goodbye)
 
@@ -263,7 +262,7 @@ class _Opener:
         self._role = role
         self._name = name
         self._dma = dma
-        self._log = structlog.get_logger(__name__)
+        self._log = logs.get_logger(__name__)
         self._told = False
 
     def __call__(self, link: Link, request: Requester, previous: Session | None) -> Session:

@@ -14,9 +14,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import structlog
 from attrs import define, frozen
 
+from maru_core import logs
 from maru_core.access import ClientKeys
 from maru_core.client.channel import Channel, new_context
 from maru_core.client.holdings import Holdings
@@ -95,7 +95,7 @@ class Link:
         self.guard = ForkGuard(self._on_fork)
         self.holdings = Holdings()
         self._request_timeout = request_timeout
-        self._log = structlog.get_logger(__name__)
+        self._log = logs.get_logger(__name__)
         self._local = threading.local()
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._channels_lock = threading.Lock()

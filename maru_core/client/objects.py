@@ -8,8 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
-import structlog
-
+from maru_core import logs
 from maru_core.client.keycalls import KeyCalls, Located
 from maru_core.client.values import Grants, StoreResult
 from maru_core.errors import MaruError
@@ -154,7 +153,7 @@ class Allocation:
         # Slices of the view may live on and be written through, so the pages are not given back behind their back.
         if getattr(self, "_open", False):
             self._on_dropped()
-            structlog.get_logger(__name__).warning(
+            logs.get_logger(__name__).warning(
                 "allocation dropped without commit or abort; its pages stay reserved until the process ends",
                 length=self._grants.lengths[self._index],
             )

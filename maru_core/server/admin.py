@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-import structlog
 from attrs import define, field
 
+from maru_core import logs
 from maru_core.errors import ProtocolError
 from maru_core.namespace import facts_of
 from maru_core.pool_format import DIGEST_SIZE
@@ -56,7 +56,7 @@ class Administration:
     forget: Callable[[Session], Steps] | None = None
     _wrong: dict[str, int] = field(init=False, factory=dict)
     _running: int = field(init=False, default=0)
-    _log: Any = field(init=False, factory=lambda: structlog.get_logger(__name__))
+    _log: Any = field(init=False, factory=lambda: logs.get_logger(__name__))
 
     def begin(self, identity: str, raw: list[Any]) -> Steps:
         """Check one request of ``identity`` (empty: the private socket); raises Refusal, ProtocolError."""

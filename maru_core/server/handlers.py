@@ -10,10 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import msgpack
-import structlog
 from attrs import define, field
 
-from maru_core import __version__
+from maru_core import __version__, logs
 from maru_core.errors import ProtocolError
 from maru_core.protocol.codec import decode, describe
 from maru_core.protocol.messages import Code, Op
@@ -29,6 +28,11 @@ from maru_core.server.steps import Steps
 
 #: Requests of one session that may be in progress at a time; each may hold MAX_MESSAGE bytes.
 MAX_RUNNING = 32
+#: Bytes of requests in progress: those of one session, and all. Each takes a few times its size meanwhile.
+MAX_SESSION_BYTES = 64 << 20
+MAX_BYTES = 256 << 20
+#: Requests up to this size, in bytes, are finished in one slice or are few; they are not counted.
+_SMALL = 4096
 
 
 @define(eq=False)
@@ -39,6 +43,7 @@ class Task:
     _steps: Steps
     _session: Session | None
     _request: int | None
+    _bytes: int
     reply: bytes | None = None
 
     def advance(self) -> bool:
@@ -47,6 +52,9 @@ class Task:
         if outcome is _UNFINISHED:
             return False
         self.reply = outcome
+        self._handlers.running_bytes -= self._bytes
+        if self._session is not None:
+            self._session.running_bytes -= self._bytes
         if self._session is not None and self._request is not None:
             self._session.running.discard(self._request)
             self._session.dropped.discard(self._request)
@@ -73,6 +81,8 @@ class Handlers:
     dma_grace: float = 0.0
     #: The most processor time in seconds that one turn of the loop with heavy work took: one message and one slice.
     longest_turn: float = 0.0
+    #: Bytes of requests in progress.
+    running_bytes: int = field(init=False, default=0)
     #: Where clients have keys: which of them may use what.
     access: Access | None = None
     _work: Operations = field(init=False)
@@ -97,7 +107,7 @@ class Handlers:
     def __attrs_post_init__(self) -> None:
         self._pack = msgpack.Packer(use_bin_type=True).pack
         self._started = self.clock()
-        self._log = structlog.get_logger(__name__)
+        self._log = logs.get_logger(__name__)
         self.directory.counters.update(
             dict.fromkeys(
                 (
@@ -110,6 +120,7 @@ class Handlers:
                     "replies_dropped",
                     "admin_refused",
                     "keys_refused",
+                    "connections_refused",
                 ),
                 0,
             )
@@ -145,10 +156,13 @@ class Handlers:
                 self.asked[op] += 1
             if epoch != self.epoch and (epoch or op not in _WITHOUT_EPOCH):
                 raise Refusal(Code.STALE_EPOCH, f"this is epoch {self.epoch}, not {epoch}: the server was restarted")
+            size = len(frame)
+            if size > _SMALL and self.running_bytes + size > MAX_BYTES:
+                raise ProtocolError(f"{MAX_BYTES >> 20} MiB of requests are in progress; try again")
             if op == Op.HELLO:
-                return self._begin(self._life.hello(message[4:], identity), None, request)
+                return self._begin(self._life.hello(message[4:], identity), None, request, size)
             if op == Op.ADMIN:
-                return self._begin(self.administration.begin(identity, message[4:]), None, request)
+                return self._begin(self.administration.begin(identity, message[4:]), None, request, size)
             session = self.sessions.get(number)
             if session is not None and session.owner != identity:
                 session = None  # nobody learns that it exists
@@ -175,17 +189,21 @@ class Handlers:
                 raise Refusal(Code.NO_SESSION, f"session {number} must ATTACH first")
             if len(session.running) >= MAX_RUNNING:
                 raise ProtocolError(f"{MAX_RUNNING} long requests of this session are in progress; wait for a reply")
-            return self._begin(operation(session, request, message[4:]), session, request)
+            if size > _SMALL and session.running_bytes + size > MAX_SESSION_BYTES:
+                raise ProtocolError(f"{MAX_SESSION_BYTES >> 20} MiB of requests of this session are in progress; wait")
+            return self._begin(operation(session, request, message[4:]), session, request, size)
         except Exception as error:  # noqa: BLE001 - the loop outlives any request
             return self._failure(request, error)
 
-    def _begin(self, steps: Steps, session: Session | None, request: int) -> bytes | Task | None:
+    def _begin(self, steps: Steps, session: Session | None, request: int, size: int) -> bytes | Task | None:
         outcome = self.advance(steps, session, request)
         if outcome is not _UNFINISHED:
             return outcome
+        self.running_bytes += size
         if session is not None:
             session.running.add(request)
-        return Task(self, steps, session, request)
+            session.running_bytes += size
+        return Task(self, steps, session, request, size)
 
     def advance(self, steps: Steps, session: Session | None, request: int | None) -> bytes | None:
         """Run one slice of an operation: its reply, or ``_UNFINISHED``; ``None`` when nobody waits for a reply."""
@@ -244,7 +262,7 @@ class Handlers:
     def sweep(self) -> list[Task]:
         """Look for dead and silent sessions; returns the work of freeing what they held. Call about once a second."""
         self.administration.sweep()
-        return [Task(self, steps, None, None) for steps in self._life.sweep()]
+        return [Task(self, steps, None, None, 0) for steps in self._life.sweep()]
 
     def _ok(self, request: int, results: list[Any]) -> bytes:
         return self._pack([request, self.epoch, 0, *results])

@@ -14,6 +14,11 @@ _ABSENT = int(Presence.ABSENT)
 #: Presence by state of an object that is in an index.
 PRESENCE = {RESERVED: int(Presence.WRITING), READY: int(Presence.READY)}
 _IS_READY = bytes([READY])
+#: What a lease takes beside an item for each object that it names; a session's items are limited.
+LEASE_COST = 4
+#: Items that any session may have, and how many times all entries of the pools it may have where that is more.
+_LEASE_ITEMS = 1 << 18
+_LEASE_TIMES = 4
 _FOUND = bytes([Presence.READY])
 
 Acquired = tuple[bytes | bytearray, "array[int]", "array[int]", "array[int]"]
@@ -30,6 +35,7 @@ class Leases:
         self._postponed = postponed
         self._counters = counters
         self._limits = [int((arena.end - arena.base) * share) for arena in objects.arenas]
+        self._most_items = max(_LEASE_ITEMS, _LEASE_TIMES * objects.total)
 
     def presence(self, found: Sequence[int | None]) -> bytes:
         """A Presence for each entry of an index, ``None`` where it has none."""
@@ -39,6 +45,8 @@ class Leases:
     def acquire(self, session: Session, lease: int, found: Sequence[int | None], leading: bool) -> Acquired:
         """:meth:`Directory.acquire` for keys that the index has at ``found``."""
         count = len(found)
+        if session.lease_items + count + LEASE_COST > self._most_items:
+            return self._refuse(found)
         entries = found if isinstance(found, array) else None
         objects = self._objects
         steps = objects.steps(entries) if entries is not None else None
@@ -74,13 +82,25 @@ class Leases:
             return statuses, *_spread(statuses, entries, generations, lengths)
         return statuses, entries, generations, lengths
 
+    def _refuse(self, found: Sequence[int | None]) -> Acquired:
+        """The answer to a session whose leases name as much as they may."""
+        count = len(found)
+        statuses = bytearray(self.presence(found).replace(_FOUND, bytes([Presence.BUSY])))
+        self._counters["misses"] += count
+        return statuses, *_spread(statuses, *_NOTHING)
+
     def _take(self, session: Session, lease: int, hits: array[int]) -> None:
         """``lease`` begins to hold ``hits`` as soon as the reply is sent; nobody comes before that."""
 
         def hold() -> None:
             fresh = session.held.hold(hits)
             self._start_reading(session, fresh)
-            session.leases.setdefault(lease, array("I")).extend(hits)
+            if lease in session.leases:
+                session.leases[lease].extend(hits)
+                session.lease_items += len(hits)
+            else:
+                session.leases[lease] = array("I", hits)
+                session.lease_items += len(hits) + LEASE_COST
 
         self._postponed.add(hold)
 
@@ -146,8 +166,10 @@ class Leases:
             return False, True
         part = entries[-limit:].tolist()
         del entries[-limit:]
+        session.lease_items -= len(part)
         if not entries:
             del session.leases[lease]
+            session.lease_items -= LEASE_COST
         part.reverse()
         ended = session.held.let_go(part)
         self._stop_reading(session, ended)
@@ -156,6 +178,7 @@ class Leases:
     def drop(self, session: Session, limit: int) -> None:
         """End at most ``limit`` of all that a closed session holds."""
         session.leases.clear()
+        session.lease_items = 0
         self._stop_reading(session, session.held.pop(limit))
 
     def _stop_reading(self, session: Session, ended: Sequence[int]) -> None:
@@ -172,6 +195,9 @@ class Leases:
             arena.tenants.add(session.namespace.number, ready)
             if len(ready) != len(last):
                 self._room.free_retired(arena, [entry for entry in last if state[entry] == RETIRING])
+
+
+_NOTHING = array("I"), array("I"), array("Q")
 
 
 def _column(entries: Iterable[int | None]) -> array[int]:

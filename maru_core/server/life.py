@@ -6,10 +6,9 @@ from array import array
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-import structlog
 from attrs import define, field
 
-from maru_core import __version__
+from maru_core import __version__, logs
 from maru_core.errors import ProtocolError
 from maru_core.protocol.codec import describe
 from maru_core.protocol.messages import MAX_KEYS, MAX_MESSAGE, MAX_RESUME, Code
@@ -109,7 +108,7 @@ class SessionLife:
         self._resuming: set[int] = set()
         #: Closed sessions whose holdings are being freed.
         self._ending = 0
-        self._log = structlog.get_logger(__name__)
+        self._log = logs.get_logger(__name__)
 
     def sweep(self) -> list[Steps]:
         """Look for dead and silent sessions; returns the work of freeing what they held. Call about once a second."""
@@ -177,7 +176,7 @@ class SessionLife:
         reason = None if self._access is None else self._access.refuses(identity, hello.descriptor)
         if reason is not None:
             raise Refusal(Code.FORBIDDEN, reason)
-        namespace = self._directory.namespaces.open(hello.descriptor)
+        namespace = self._directory.namespaces.open(hello.descriptor, identity)
         self._directory.wish_quota(namespace, hello.quota)
         session = None
         if hello.resume is not None:
@@ -193,6 +192,7 @@ class SessionLife:
             yield from self._resume(session, hello.resume)
             path = self._proofs.ensure(session.id)
         else:
+            self._sessions.check_room(identity)
             session = self._sessions.open(namespace, hello.role, hello.name, self._clock())
             session.owner = identity
             try:

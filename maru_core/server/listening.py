@@ -10,11 +10,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
-import structlog
 import zmq
 from attrs import define, field
 from zmq.auth.thread import ThreadAuthenticator
 
+from maru_core import logs
 from maru_core.access import KeyRing
 from maru_core.address import Address
 from maru_core.errors import ConfigError
@@ -23,6 +23,10 @@ from maru_core.server.loop import ZAP_DOMAIN
 
 class Binder(Protocol):
     """The part of the loop that listens."""
+
+    @property
+    def listens(self) -> bool:
+        """Whether there is an address at which new clients are let in."""
 
     def bind(self, url: str) -> str:
         """Listen; returns the address. Raises zmq.ZMQError."""
@@ -35,7 +39,8 @@ def listen(loop: Binder, url: str, cleanup: ExitStack) -> tuple[str, Callable[[]
     """Bind ``url``; returns the address, and what keeps it bound: call that now and then. Raises ConfigError."""
     address = Address.parse(url)
     if address.scheme == "tcp":
-        return _bind(loop, url), lambda: None
+        bound = _bind(loop, url)
+        return bound, PortWatch(loop, bound)
     _check_folder(Path(address.path).parent)
     # bind() would silently take the path over from whoever listens there; a killed server only leaves the name.
     if _listens(address.path):
@@ -45,6 +50,19 @@ def listen(loop: Binder, url: str, cleanup: ExitStack) -> tuple[str, Callable[[]
     watch = SocketWatch(loop, url, bound, address.path)
     cleanup.callback(watch.remove)
     return bound, watch
+
+
+@define
+class PortWatch:
+    """Binds a port again after the loop hung up on everybody."""
+
+    _loop: Binder
+    _bound: str
+
+    def __call__(self) -> None:
+        """Look. Raises zmq.ZMQError while the port is not free yet."""
+        if not self._loop.listens:
+            self._loop.bind(self._bound)
 
 
 @define
@@ -63,6 +81,10 @@ class SocketWatch:
 
     def __call__(self) -> None:
         """Look, and bind again if need be. Takes microseconds when all is well. Never raises."""
+        if not self._loop.listens:
+            # The loop hung up on everybody; nobody listens behind the name any more.
+            self._bound = ""
+            self.remove()
         try:
             if os.stat(self._path).st_ino == self._inode:
                 return
@@ -86,7 +108,7 @@ class SocketWatch:
             self._tell(f"the socket was removed and cannot be made again: {error}")
         else:
             self._told = ""
-            structlog.get_logger(__name__).warning("the socket was removed, and made again", path=self._path)
+            logs.get_logger(__name__).warning("the socket was removed, and made again", path=self._path)
 
     def remove(self) -> None:
         """Unlink the socket, unless it is another one's by now."""
@@ -99,7 +121,7 @@ class SocketWatch:
     def _tell(self, reason: str) -> None:
         if reason != self._told:
             self._told = reason
-            structlog.get_logger(__name__).error("not reachable for new clients", path=self._path, reason=reason)
+            logs.get_logger(__name__).error("not reachable for new clients", path=self._path, reason=reason)
 
 
 @contextmanager
@@ -123,7 +145,10 @@ class KeyWatch:
     def __call__(self) -> None:
         """Look. Takes microseconds when nothing changed."""
         if self._keys.refresh():
-            log = structlog.get_logger(__name__)
+            log = logs.get_logger(__name__)
+            if self._keys.unreadable:
+                log.error("the keys cannot be read; those of before count", reason=self._keys.unreadable)
+                return
             log.info("keys read again", clients=sorted(client.name for client in self._keys.clients.values()))
             for problem in self._keys.problems.values():
                 log.error("a key file lets nobody in", reason=problem)

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-import structlog
 from attrs import asdict, frozen
 
+from maru_core import logs
 from maru_core.errors import ConfigError
 
 #: Longest record that is read, in bytes: more than names of the greatest length need, however they are escaped.
@@ -151,7 +151,7 @@ class SessionLocks:
             # Whoever has it may still use memory, and nobody knows which. Its lock is proof enough when it holds it,
             # and devices may move bytes for it; without a lock it may be any session that never had one.
             proof = _is_locked(descriptor)
-            structlog.get_logger(__name__).warning(
+            logs.get_logger(__name__).warning(
                 "session record damaged", session=path.stem, path=str(path), proof=proof, reason=repr(error)
             )
             record = SessionRecord("", "unknown", "", proof, True)
@@ -167,7 +167,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
     except OSError as error:
         # A folder, say: no session has that name, and nothing else depends on it.
-        structlog.get_logger(__name__).warning("not a session's lock file", path=str(path), reason=str(error))
+        logs.get_logger(__name__).warning("not a session's lock file", path=str(path), reason=str(error))
 
 
 def _is_locked(descriptor: int) -> bool:

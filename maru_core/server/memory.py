@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
-import structlog
 from attrs import asdict, frozen
 
+from maru_core import logs
 from maru_core.contracts import PolicyFactory, Pool, PoolRequest
 from maru_core.errors import BackendError, MaruError
 from maru_core.pool_format import HEADER_SIZE
@@ -117,7 +117,7 @@ def start_warm(
 
     ``earlier`` are its sessions, which become awaited ones in ``sessions``, seen at ``now``.
     """
-    log = structlog.get_logger(__name__)
+    log = logs.get_logger(__name__)
     pools = Pools()
 
     def take_over(request: PoolRequest) -> Pool:

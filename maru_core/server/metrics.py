@@ -12,15 +12,15 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from maru_core import logs
 from maru_core.address import Address
 from maru_core.errors import ConfigError
 
-#: Connections at a time; further ones are closed at once.
+#: Connections at a time; one more closes the oldest that waits for no answer.
 MAX_CONNECTIONS: Final = 64
 #: Bytes of a request, and seconds for it and for its answer.
 MAX_REQUEST: Final = 8192
@@ -42,6 +42,7 @@ _MEANING: Final[Mapping[str, str]] = {
     "replies_dropped": "Replies to peers that did not read them.",
     "admin_refused": "Requests of administration without the right credential.",
     "keys_refused": "Messages of clients whose key was taken away.",
+    "connections_refused": "Connections over the limit, which were hung up on.",
 }
 _SKIPPED: Final = "skipped_"
 _STATES: Final = ("used", "free", "reserved", "quarantined")
@@ -120,7 +121,7 @@ class MetricsListener:
     def __init__(self, where: str) -> None:
         host, _, port = where.rpartition(":")
         host = host.strip("[]")
-        self._log = structlog.get_logger(__name__)
+        self._log = logs.get_logger(__name__)
         try:
             self._socket = socket.create_server(
                 (host, int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=MAX_CONNECTIONS
@@ -138,6 +139,8 @@ class MetricsListener:
         self._registry.register(self._collector)
         self._rendered: tuple[Mapping[str, Any] | None, bytes] = (None, b"")
         self._connections = 0
+        #: Those that wait for nothing: they have not asked yet, or have their answer. Oldest first.
+        self._idle: dict[asyncio.StreamWriter, None] = {}
         self._loop = asyncio.new_event_loop()
         self._ending = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="maru-metrics", daemon=True)
@@ -175,17 +178,28 @@ class MetricsListener:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections += 1
+        full = self._connections > MAX_CONNECTIONS
+        if full and self._idle:
+            # Whoever opens connections and asks nothing keeps nobody out who has a question.
+            oldest = next(iter(self._idle))
+            del self._idle[oldest]
+            oldest.transport.abort()
+            full = False
         try:
-            if self._connections <= MAX_CONNECTIONS:
+            if not full:
+                self._idle[writer] = None
                 request = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), DEADLINE)
+                self._idle.pop(writer, None)
                 writer.write(self._reply(request))
                 await asyncio.wait_for(writer.drain(), DEADLINE)
                 writer.write_eof()
                 # The peer closes when it has read the answer; closing first could take it away.
+                self._idle[writer] = None
                 await asyncio.wait_for(reader.read(1), DEADLINE)
         except (OSError, EOFError, asyncio.LimitOverrunError, asyncio.TimeoutError):
             return  # gone, too slow or too much: it gets no answer
         finally:
+            self._idle.pop(writer, None)
             self._connections -= 1
             writer.transport.abort()
 

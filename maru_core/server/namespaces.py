@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from attrs import define, field
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 #: Namespaces that one server remembers; those that hold nothing and were never reset are forgotten first.
 MAX_NAMESPACES = 10_000
+#: Of them, those that clients with one and the same key have opened first.
+MAX_OF_KEY = 256
 
 
 @define(eq=False)
@@ -43,6 +45,8 @@ class NamespaceState:
     ordered: int | None = None
     #: Bytes of granules that may be taken; ``None`` where there is no other limit than the pools.
     quota: int | None = None
+    #: Public key (text) of the client that opened it first; empty without keys, and for one that was recovered.
+    opener: str = ""
 
     def forget(self, tag: int, entry: int) -> None:
         """Take ``entry``, whose key has ``tag``, out of whichever index still has it."""
@@ -81,13 +85,24 @@ class Namespaces:
         self._by_digest: dict[bytes, NamespaceState] = {}
         self.by_number: dict[int, NamespaceState] = {}
         self._next = 0
+        self._opened: dict[str, dict[bytes, NamespaceState]] = {}
 
     def __iter__(self) -> Iterator[NamespaceState]:
         return iter(self._by_digest.values())
 
-    def open(self, descriptor: bytes) -> NamespaceState:
-        """Find or make the namespace; raises ProtocolError when there are too many."""
-        state = self.of_digest(digest_of(descriptor))
+    def open(self, descriptor: bytes, opener: str = "") -> NamespaceState:
+        """Find or make the namespace; raises ProtocolError when there are too many, in all or of ``opener``."""
+        digest = digest_of(descriptor)
+        if opener and digest not in self._by_digest:
+            opened = self._opened.setdefault(opener, {})
+            if len(opened) >= MAX_OF_KEY and not self._forget_one(opened.values()):
+                raise ProtocolError(
+                    f"{MAX_OF_KEY} namespaces of this client's key are in use; it may have no further one"
+                )
+            state = opened[digest] = self.of_digest(digest)
+            state.opener = opener
+        else:
+            state = self.of_digest(digest)
         if state.descriptor is None:
             state.descriptor = descriptor
         elif state.descriptor != descriptor:
@@ -99,7 +114,7 @@ class Namespaces:
         known = self._by_digest.get(digest)
         if known is not None:
             return known
-        if len(self._by_digest) >= MAX_NAMESPACES and not self._forget_one():
+        if len(self._by_digest) >= MAX_NAMESPACES and not self._forget_one(self._by_digest.values()):
             raise ProtocolError(f"{MAX_NAMESPACES} namespaces are in use; this server takes no further one")
         nothing = [0] * self._pools
         state = NamespaceState(
@@ -143,8 +158,8 @@ class Namespaces:
             quota = min(state.wished or self._whole, most)
         state.quota = quota if quota < self._whole else None
 
-    def _forget_one(self) -> bool:
-        for state in self._by_digest.values():
+    def _forget_one(self, among: Iterable[NamespaceState]) -> bool:
+        for state in among:
             if not (
                 state.weights_epoch
                 or len(state.index)
@@ -155,6 +170,8 @@ class Namespaces:
             ):
                 del self._by_digest[state.digest]
                 del self.by_number[state.number]
+                if state.opener:
+                    del self._opened[state.opener][state.digest]
                 self._on_forget(state.number)
                 return True
         return False

@@ -63,11 +63,14 @@ class Operations:
         """Undo requests by id, or refuse them when they arrive."""
         ids = unpack_u64(requests.arguments(raw, 1)[0])
         requests.within_limit(len(ids))
-        for number in ids:
+        for done, number in enumerate(ids, 1):
+            if done % SLICE == 0:
+                yield
+                self._go_on(session, request)
             if number in session.running:
                 session.dropped.add(number)
                 continue
-            undo = session.undo.pop(number, None)
+            undo = session.recall(number)
             if undo is None:
                 session.expect_cancelled(number)
                 continue

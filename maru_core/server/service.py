@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 
-import structlog
 import zmq
 from attrs import frozen
 
-from maru_core import __version__
+from maru_core import __version__, logs
 from maru_core.access import KeyRing
 from maru_core.contracts import PolicyFactory, StorageBackend
 from maru_core.errors import ConfigError
 from maru_core.protocol.version import PROTOCOL_VERSION
 from maru_core.runtime_dir import RuntimeDir, check_url
+from maru_core.server.doors import Footprint, places
 from maru_core.server.eviction import least_recently_used
 from maru_core.server.handlers import Handlers
 from maru_core.server.heap import give_back_large_blocks
@@ -33,6 +33,10 @@ from maru_core.server.loop import ServerLoop
 from maru_core.server.memory import Memory, start_cold, start_warm
 from maru_core.server.sessions import SessionRegistry
 from maru_core.server.weights import WeightsFile
+
+#: Memory in bytes that messages may take besides what the directory needs for an entry when all are in use.
+_MESSAGE_MEMORY = 2 << 30
+_ENTRY_MEMORY = 512
 
 
 @frozen
@@ -74,7 +78,7 @@ def run_server(
     """
     if not settings.pool_sizes or not 0 < settings.lease_share <= 1:
         raise ConfigError(f"a server needs a pool and a lease share in (0, 1], got {settings}")
-    log = structlog.get_logger(__name__)
+    log = logs.get_logger(__name__)
     runtime = RuntimeDir.open(settings.runtime_dir)
     url = check_url(settings.url, secured=settings.keys is not None) if settings.url else runtime.url
     keys = None
@@ -106,6 +110,7 @@ def run_server(
             settings.eviction_policy,
         )
         sessions = SessionRegistry(len(settings.pool_sizes), lambda: secrets.randbits(63))
+        sessions.most = places()
         keep, now = settings.keep_pools, time.monotonic()
         # What is built here lives as long as the server: looking for garbage in it takes longer than building it.
         gc.disable()
@@ -124,8 +129,10 @@ def run_server(
         if keys is not None:
             cleanup.enter_context(authenticator(context, keys))
             chores.append(KeyWatch(keys))
-        loop = ServerLoop(context, handlers, settings.idle_exit, keys=keys, chores=chores)
+        loop = ServerLoop(context, handlers, settings.idle_exit, keys=keys, chores=chores, connections=sessions.most)
         cleanup.callback(loop.close)
+        entries = sum(arena.end - arena.base for arena in directory.arenas)
+        chores.append(Footprint(_MESSAGE_MEMORY + entries * _ENTRY_MEMORY, loop.hang_up))
         handlers.administration.token = runtime.make_token()
         handlers.administration.stop = loop.end
         if settings.metrics is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from attrs import define, field, frozen
 
+from maru_core.errors import ProtocolError
 from maru_core.server.holdings import EntryCounts, EntrySet
 from maru_core.server.liveness import SessionRecord
 from maru_core.server.namespaces import NamespaceState
@@ -16,6 +17,11 @@ from maru_core.server.namespaces import NamespaceState
 UNKNOWN = b""
 #: Requests with effects that a session can still cancel, and cancelled ids that are waited for, per session.
 UNDO_LIMIT = 1024
+#: Pages in records of what can be undone, per session, unless it has more than half as many reserved.
+UNDO_PAGES = 1 << 16
+#: Sessions that have not attached yet, in all. One key may have a quarter of these, and of all sessions.
+MAX_UNATTACHED = 1000
+_KEY_SHARE = 4
 #: A session that has not attached by then is dropped; a silent one without proof counts as quarantined. Seconds.
 PATIENCE = 60.0
 
@@ -72,6 +78,12 @@ class Session:
     reserved_pages: list[int] = field(init=False)
     leased_pages: list[int] = field(init=False)
     undo: OrderedDict[int, Undo] = field(factory=OrderedDict)
+    #: Pages that the records of ``undo`` name.
+    undo_pages: int = 0
+    #: What the leases take: an item for each object that one names, and LEASE_COST for each lease.
+    lease_items: int = 0
+    #: Bytes of the requests in progress.
+    running_bytes: int = 0
     #: Requests in progress, and those of them that were cancelled meanwhile.
     running: set[int] = field(factory=set)
     dropped: set[int] = field(factory=set)
@@ -83,16 +95,35 @@ class Session:
         self.leased_pages = [0] * self.pools
 
     def remember(self, request: int, undo: Undo) -> None:
-        """Keep how to undo ``request``; the oldest record is forgotten."""
+        """Keep how to undo ``request``; the oldest records are forgotten."""
+        if request in self.undo:
+            self.recall(request)
         self.undo[request] = undo
+        self.undo_pages += _pages(undo)
         if len(self.undo) > UNDO_LIMIT:
-            self.undo.popitem(last=False)
+            self.undo_pages -= _pages(self.undo.popitem(last=False)[1])
+        if self.undo_pages > UNDO_PAGES:
+            # Most of what they name was committed or given back since; a record that is in force is a late one.
+            most = max(UNDO_PAGES, 2 * (len(self.reserved) + len(self.doomed) + _pages(undo)))
+            while self.undo_pages > most:
+                self.undo_pages -= _pages(self.undo.popitem(last=False)[1])
+
+    def recall(self, request: int) -> Undo | None:
+        """How to undo ``request``, which is forgotten with that; ``None`` when it is not known."""
+        undo = self.undo.pop(request, None)
+        if undo is not None:
+            self.undo_pages -= _pages(undo)
+        return undo
 
     def expect_cancelled(self, request: int) -> None:
         """Refuse ``request`` when it arrives; the oldest such id is forgotten."""
         self.cancelled[request] = None
         if len(self.cancelled) > UNDO_LIMIT:
             self.cancelled.popitem(last=False)
+
+
+def _pages(undo: Undo) -> int:
+    return len(undo.entries) if isinstance(undo, ReserveUndo) else 0
 
 
 class SessionRegistry:
@@ -102,6 +133,10 @@ class SessionRegistry:
         self._pools = pools
         self._new_id = new_id
         self._by_id: dict[int, Session] = {}
+        #: The most sessions at a time: each needs a descriptor.
+        self.most = 1 << 30
+        # May name sessions that have attached since; those are taken out before anybody is refused.
+        self._fresh: dict[int, Session] = {}
         #: What they hold is in quarantine: attached without proof and silent for long, or dead but for their devices.
         self.silent: dict[int, Session] = {}
         #: Sessions of the server before this one that are awaited.
@@ -118,13 +153,30 @@ class SessionRegistry:
         """Number of attached sessions."""
         return sum(session.attached for session in self._by_id.values())
 
+    def check_room(self, owner: str) -> None:
+        """Raise ProtocolError when ``owner`` (a key, empty where there are none) may open no further session now."""
+        share = _KEY_SHARE if owner else 1
+        if len(self._fresh) * share >= MAX_UNATTACHED:
+            self._fresh = {s.id: s for s in self._fresh.values() if not (s.attached or s.closed)}
+            waiting = len(self._fresh)
+            if owner:
+                waiting = sum(s.owner == owner for s in self._fresh.values())
+            if waiting * share >= MAX_UNATTACHED or len(self._fresh) >= MAX_UNATTACHED:
+                raise ProtocolError(
+                    f"{waiting} sessions have not attached yet, which is the limit; try again in {PATIENCE:.0f} seconds"
+                )
+        if len(self._by_id) * share >= self.most:
+            mine = sum(s.owner == owner for s in self._by_id.values()) if owner else len(self._by_id)
+            if mine * share >= self.most or len(self._by_id) >= self.most:
+                raise ProtocolError(f"{mine} sessions are open, which is the limit of this server's open files")
+
     def open(self, namespace: NamespaceState, role: str, name: str, now: float) -> Session:
         """A new session, not attached."""
         number = self._new_id()
         while number == 0 or number in self._by_id:
             number = self._new_id()
         session = Session(number, namespace, role, name, now, self._pools)
-        self._by_id[number] = session
+        self._by_id[number] = self._fresh[number] = session
         namespace.sessions[number] = session
         return session
 
@@ -161,6 +213,7 @@ class SessionRegistry:
         self._by_id.pop(session.id, None)
         self.silent.pop(session.id, None)
         self.awaited.pop(session.id, None)
+        self._fresh.pop(session.id, None)
         session.namespace.sessions.pop(session.id, None)
 
     def heard(self, session: Session, now: float) -> None:

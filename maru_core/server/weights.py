@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-import structlog
-
+from maru_core import logs
 from maru_core.errors import ConfigError
 from maru_core.pool_format import DIGEST_SIZE
 
@@ -55,7 +54,7 @@ class WeightsFile:
         """Save what could not be saved before. Takes no time when there is nothing; never raises. Call now and then."""
         if self._unsaved is None:
             return
-        log = structlog.get_logger(__name__)
+        log = logs.get_logger(__name__)
         try:
             self._replace(self._unsaved)
         except OSError as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import structlog
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -16,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from maru_core import logs
 from maru_core.errors import MaruError
 from maru_integrations.vllm import compat, setup
 from maru_integrations.vllm.answers import Answers
@@ -40,7 +40,7 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._log = structlog.get_logger(__name__)
+        self._log = logs.get_logger(__name__)
         self._guard = Guard(role.name.lower())
         self._scheduler: MaruScheduler | None = None
         self._worker: MaruWorker | None = None

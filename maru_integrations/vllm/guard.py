@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import structlog
-
+from maru_core import logs
 from maru_core.errors import MaruError
 
 T = TypeVar("T")
@@ -16,7 +15,7 @@ class Guard:
     """Runs hook bodies, turns what they raise into a fallback, and says so once per hook and kind of error."""
 
     def __init__(self, role: str) -> None:
-        self._log = structlog.get_logger(__name__).bind(role=role)
+        self._log = logs.get_logger(__name__).bind(role=role)
         self._told: set[tuple[str, str]] = set()
         #: Number of caught errors, by hook.
         self.caught: dict[str, int] = {}

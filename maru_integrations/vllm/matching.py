@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import structlog
-
+from maru_core import logs
 from maru_core.client import Lease, MaruHandler
 from maru_core.errors import MaruError
 from maru_core.protocol import Presence
@@ -39,7 +38,7 @@ class Matcher:
         self._block = block_size
         self._timeout = lookup_timeout
         self._clock = clock
-        self._log = structlog.get_logger(__name__)
+        self._log = logs.get_logger(__name__)
         #: (key, entry, generation) of objects that could not be loaded; never promised again.
         self._bad: dict[tuple[bytes, int, int], None] = {}
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import structlog
 from attrs import frozen
 
+from maru_core import logs
 from maru_core.client import Lease, MaruHandler
 from maru_core.errors import MaruError
 from maru_core.keys import KeyChain
@@ -64,7 +64,7 @@ class MaruScheduler:
         self._handler = handler
         self._root = namespace.root
         self._settings = settings
-        self._log = structlog.get_logger(__name__)
+        self._log = logs.get_logger(__name__)
         self._matcher = Matcher(
             handler,
             chunk_tokens=settings.chunk_tokens,

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import structlog
 from attrs import frozen
 
+from maru_core import logs
 from maru_core.client import MaruHandler
 from maru_core.config import MaruConfig, PluginSettings
 from maru_core.errors import TransferError
@@ -54,7 +54,7 @@ def warn_of_idle_knobs(config: MaruConfig) -> None:
     """One warning for each setting that asks for something this version does not do yet."""
     for name in ("use_layerwise", "async_store", "overlap_load_with_compute"):
         if getattr(config, name):
-            structlog.get_logger(__name__).warning(
+            logs.get_logger(__name__).warning(
                 "maru.setting_without_effect", setting=f"maru_{name}", reason="not available in this version"
             )
 
@@ -83,7 +83,7 @@ def aligned_chunk(chunk_tokens: int, block_size: int) -> int:
     """``chunk_tokens`` rounded up to whole blocks, with a warning when that changes it."""
     aligned = -(-chunk_tokens // block_size) * block_size
     if aligned != chunk_tokens:
-        structlog.get_logger(__name__).warning(
+        logs.get_logger(__name__).warning(
             "maru.chunk_aligned", maru_kv_chunk_tokens=chunk_tokens, block_size=block_size, used=aligned
         )
     return aligned
@@ -136,7 +136,7 @@ def open_link(plan: Plan, paged: PagedLayout, layers: list[Any]) -> Link:
     """Choose a transfer engine, bind it to the tensors, and connect; raises MaruError."""
     host = PluginHost.discover(plan.plugins)
     device = layers[0].device.type
-    log = structlog.get_logger(__name__)
+    log = logs.get_logger(__name__)
     wanted = plan.config.transfer_engine
     passed: dict[str, str] = {}
     for provision in sorted(host.engines().values(), key=lambda item: -item.rank):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import structlog
 from attrs import define
 
+from maru_core import logs
 from maru_core.client import Grants, MaruHandler
 from maru_core.contracts import Transfer
 from maru_core.errors import TransferError
@@ -41,7 +41,7 @@ class MaruWorker:
         self._block = block_size
         self._chunk = chunk_tokens
         self._log_timing = log_timing
-        self._log = structlog.get_logger(__name__)
+        self._log = logs.get_logger(__name__)
         self._link: Link | None = None
         self._load_failed = False
         self._told: set[str] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 import structlog
@@ -50,3 +51,50 @@ def test_the_level_filters(level: str, shown: int) -> None:
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ConfigError, match="log level 'loud' is unknown; expected one of debug, info"):
         logs.setup("loud")
+
+
+class Full(io.StringIO):
+    """A file on a device that is full for a while."""
+
+    full = True
+
+    def write(self, text: str) -> int:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        return super().write(text)
+
+
+def test_a_line_that_cannot_be_written_stops_nobody_and_is_counted() -> None:
+    stream = Full()
+    logs.setup(stream=stream)
+    log = logs.get_logger("x").bind(who="me")
+    log.info("a")
+    structlog.get_logger("y").error("b", exc_info=ValueError("culprit"))
+    stream.full = False
+    log.info("c")
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "2 log lines could not be written"
+    assert "c" in lines[1]
+    assert "who=me" in lines[1]
+    stream.close()
+    log.warning("d")
+
+
+def test_whatever_a_program_makes_of_structlog_logging_never_raises() -> None:
+    structlog.configure(processors=[lambda *_: 1 / 0])
+    with pytest.raises(ZeroDivisionError):
+        structlog.get_logger().info("a")
+    log = logs.get_logger("x")
+    for tell in (log.debug, log.info, log.warning, log.error, log.exception):
+        tell("a", fact=1)
+
+
+def test_modules_log_in_the_way_that_never_raises() -> None:
+    root = Path(logs.__file__).parents[1]
+    loud = [
+        path
+        for package in ("maru_core", "maru_integrations")
+        for path in (root / package).rglob("*.py")
+        if "structlog.get_logger" in path.read_text() and path != Path(logs.__file__)
+    ]
+    assert not loud

@@ -33,11 +33,11 @@ NO_TORCH = ("maru_transfer/plan.py", "maru_transfer/torch_copy_plugin.py")
 PUBLIC = {"config", "contracts", "errors", "geometry", "hookspecs", "plugin", "pool_format", "protocol", "sizes"}
 #: Lower layers of the core may not know higher ones.
 LAYERS = [
-    {"checksum", "errors", "plugin", "sizes", "address"},
+    {"checksum", "errors", "logs", "plugin", "sizes", "address"},
     {"pool_format", "geometry"},
     {"protocol"},
     {"namespace", "keys", "contracts", "config", "access"},
-    {"hookspecs", "discovery", "plugin_checks", "fakes", "logs"},
+    {"hookspecs", "discovery", "plugin_checks", "fakes"},
     {"host"},
 ]
 

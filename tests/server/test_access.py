@@ -8,6 +8,7 @@ import stat
 import pytest
 import zmq
 
+from maru_core import access
 from maru_core.access import ClientKeys, KeyRing, make_keys
 from maru_core.errors import ConfigError
 from maru_core.namespace import Namespace, cache_namespace_of
@@ -149,3 +150,50 @@ def test_the_operators_namespace_is_read_from_whole_descriptors_only():
     assert cache_namespace_of(Namespace.of({"operator": 5}).descriptor) is None
     for damaged in (whole + b"\0", whole[:-1], b"", b"\xc1", b"\x90\x90", b"\x81\xa8operator\xa3red"):
         assert cache_namespace_of(damaged) is None
+
+
+def test_a_folder_that_cannot_be_read_for_a_moment_shuts_nobody_out(tmp_path, monkeypatch):
+    folder = tmp_path / "keys"
+    make_keys(folder, ["red", "blue"])
+    ring = KeyRing.load(folder)
+    before = dict(ring.clients)
+    assert len(before) == 2
+    scan = os.scandir
+
+    def broken(path):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "scandir", broken)
+    assert ring.refresh(), "it is told"
+    assert "Too many open files" in ring.unreadable
+    assert not ring.refresh(), "once"
+    assert ring.clients == before
+    monkeypatch.setattr(os, "scandir", scan)
+    assert not ring.refresh()
+    assert ring.unreadable == ""
+    folder.rename(tmp_path / "elsewhere")
+    assert ring.refresh()
+    assert not ring.clients, "taken away on purpose"
+
+
+def test_a_file_that_did_not_change_is_not_read_again(tmp_path, monkeypatch):
+    folder = tmp_path / "keys"
+    make_keys(folder, ["red"])
+    ring = KeyRing.load(folder)
+    make_keys(folder, ["blue"])
+    read, fails = access.read_public, True
+
+    def fragile(path):
+        if fails:
+            raise ConfigError("no descriptor left") from OSError(24, "Too many open files")
+        return read(path)
+
+    monkeypatch.setattr(access, "read_public", fragile)
+    assert ring.refresh()
+    assert [client.name for client in ring.clients.values()] == ["red"]
+    assert list(ring.problems) == ["blue"]
+    assert not ring.refresh(), "told once"
+    fails = False
+    assert ring.refresh(), "tried again"
+    assert sorted(client.name for client in ring.clients.values()) == ["blue", "red"]
+    assert not ring.problems

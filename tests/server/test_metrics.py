@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from maru_core.errors import ConfigError
 from maru_core.protocol import Op
-from maru_core.server.metrics import MAX_CONNECTIONS, MAX_REQUEST, MetricsListener
+from maru_core.server.metrics import DEADLINE, MAX_CONNECTIONS, MAX_REQUEST, MetricsListener
 from tests.server.keyed import free_port
 from tests.server.raw import Refused, keys
 from tests.server.test_edge import make_handlers
@@ -167,17 +167,26 @@ def test_a_client_that_does_not_read_is_cut_off(listener):
         wait_for(lambda: listener._connections == 0)
 
 
-def test_more_connections_than_allowed_are_closed_and_the_rest_are_answered_later(listener):
+def test_idle_connections_keep_nobody_out(listener):
     host, port = listener.address.rsplit(":", 1)
     held = [socket.create_connection((host, int(port))) for _ in range(MAX_CONNECTIONS)]
     wait_for(lambda: listener._connections == MAX_CONNECTIONS)
     threads = threading.active_count()
-    assert raw(listener.address, b"GET /metrics HTTP/1.1\r\n\r\n") == b""
+    started = time.monotonic()
+    for path in ("/healthz", "/metrics", "/healthz"):
+        assert get(listener.address, path)[0] == 200
+    assert time.monotonic() - started < DEADLINE
     assert threading.active_count() == threads
+    assert held[0].recv(1) == b"", "the oldest one made room"
     wait_for(lambda: listener._connections == 0)
-    assert get(listener.address)[0] == 200
     for one in held:
         one.close()
+
+
+def test_connections_that_are_being_answered_are_not_closed(listener, monkeypatch):
+    """When all places are taken by those, the newest is turned away."""
+    monkeypatch.setattr("maru_core.server.metrics.MAX_CONNECTIONS", 0)
+    assert raw(listener.address, b"GET /metrics HTTP/1.1\r\n\r\n") == b""
 
 
 def test_many_requests_render_once_per_snapshot(listener, monkeypatch):
