@@ -25,6 +25,10 @@ _IS_NEW = bytes(status == ReserveStatus.NEW for status in range(256))
 _LEASE_BASE = (1 << 42) - 1
 
 
+#: Does something to the objects of these entries and generations; returns a column of statuses.
+_ActOnHandles = Callable[[Session, Sequence[int], Sequence[int]], bytes | bytearray]
+
+
 class Epochs(Protocol):
     """Where weights epochs outlive the server (:mod:`maru_core.server.weights`)."""
 
@@ -158,14 +162,18 @@ class Operations:
 
     def abort(self, session: Session, request: int, raw: list[Any]) -> Steps:
         """Give reserved pages back."""
+        return (yield from self._in_parts(session, request, raw, SLICE, self._directory.abort))
+
+    def _in_parts(self, session: Session, request: int, raw: list[Any], width: int, act: _ActOnHandles) -> Steps:
+        """Let ``act`` work on the entries and generations that are the arguments, ``width`` at a time."""
         entries, generations = requests.handles(*requests.arguments(raw, 2))
         statuses = bytearray()
-        for at in range(0, len(entries), SLICE):
+        for at in range(0, len(entries), width):
             if at:
                 yield
                 self._go_on(session, request)
-            part = slice(at, at + SLICE)
-            statuses += self._directory.abort(session, entries[part], generations[part])
+            part = slice(at, at + width)
+            statuses += act(session, entries[part], generations[part])
         return [statuses]
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -270,15 +278,7 @@ class Operations:
 
     def report(self, session: Session, request: int, raw: list[Any]) -> Steps:
         """Drop objects that a reader found damaged."""
-        entries, generations = requests.handles(*requests.arguments(raw, 2))
-        statuses = bytearray()
-        for at in range(0, len(entries), DELETE_SLICE):
-            if at:
-                yield
-                self._go_on(session, request)
-            part = slice(at, at + DELETE_SLICE)
-            statuses += self._directory.drop_damaged(session, entries[part], generations[part])
-        return [statuses]
+        return (yield from self._in_parts(session, request, raw, DELETE_SLICE, self._directory.drop_damaged))
 
     def reset(self, session: Session, request: int, raw: list[Any]) -> Steps:
         """Begin a new weights epoch in the namespace of the session."""
