@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from maru_core.client.regions import Regions
@@ -129,6 +129,7 @@ def joined(ranges: list[tuple[int, int]]) -> set[int]:
     return {at for offset, length in ranges for at in range(offset, offset + length)}
 
 
+@example([(entry, 100) for entry in range(50, 75)])
 @settings(deadline=None, max_examples=60)
 @given(
     st.one_of(
