@@ -145,8 +145,8 @@ def of_number(number: int, path: str, sysfs: Path = SYSFS) -> DaxDevice:
     folder = Path(os.path.realpath(entry))
     if not folder.is_dir():
         raise BackendError(
-            f"{path} is character device {digits}, of which {sysfs} says nothing: is {sysfs} mounted in this container, "
-            f"and is the node one of this kernel's?"
+            f"{path} is character device {digits}, of which {sysfs} says nothing: is {sysfs} mounted in this "
+            f"container, and is the node one of this kernel's?"
         )
     subsystem = os.path.basename(os.path.realpath(folder / "subsystem"))
     if subsystem != "dax" and not _NAME.fullmatch(folder.name):

@@ -27,7 +27,7 @@ _TAKEN: Final = (errno.EAGAIN, errno.EACCES)
 
 
 def lock_shared(fd: int, patience: float = 0.0) -> bool:
-    """Hold the shared lock by ``fd``, which is open for reading; False when it could not be had in ``patience`` seconds.
+    """Hold the shared lock by ``fd``, open for reading; False when it could not be had within ``patience`` seconds.
 
     Raises BackendError where there are no such locks.
     """
@@ -35,7 +35,7 @@ def lock_shared(fd: int, patience: float = 0.0) -> bool:
 
 
 def lock_alone(fd: int, patience: float = 0.0) -> bool:
-    """Hold the exclusive lock by ``fd``, which is open for writing; otherwise as :func:`lock_shared`."""
+    """Hold the exclusive lock by ``fd``, open for writing; otherwise as :func:`lock_shared`."""
     return _repeat(lambda: _set(fd, fcntl.F_WRLCK), patience)
 
 

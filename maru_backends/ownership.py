@@ -130,15 +130,15 @@ def refusal(known: Known, host: Host, place: bytes, owner: str, path: str) -> st
         return f"{path} holds a pool whose owner it does not tell any more; if nothing on any host uses it, {TAKE_OVER}"
     if record.abroad:
         return (
-            f"{path} was shared with other hosts by {record.describe()}, and nothing here tells whether processes there "
-            f"still write to it; once all of them have ended, {TAKE_OVER}"
+            f"{path} was shared with other hosts by {record.describe()}, and nothing here tells whether processes "
+            f"there still write to it; once all of them have ended, {TAKE_OVER}"
         )
     if host.is_this_boot(bytes.fromhex(record.boot_id)):
         if bytes.fromhex(record.place) == place:
             if record.state == "left" and record.owner != owner:
                 return (
-                    f"{path} was left for the next server of its runtime folder by {record.describe()}; start that one, "
-                    f"or, to drop what it holds, {TAKE_OVER}"
+                    f"{path} was left for the next server of its runtime folder by {record.describe()}; start that "
+                    f"one, or, to drop what it holds, {TAKE_OVER}"
                 )
             return None
         reason = "it has another node of the same device, which locks do not reach (give containers the same node)"

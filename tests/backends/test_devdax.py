@@ -166,7 +166,7 @@ def test_a_device_that_is_not_there_is_told_apart_from_one_without_a_node(sysfs:
     with pytest.raises(BackendError, match="No such file or directory; this kernel has no DAX device"):
         find(tmp_path / "dax0.0", sysfs.root)
     sysfs.add("dax0.0", USUAL)
-    with pytest.raises(BackendError, match="although the kernel has dax0.0: is udev running.*--device /dev/dax0.0"):
+    with pytest.raises(BackendError, match=r"although the kernel has dax0.0: is udev running.*--device /dev/dax0.0"):
         find(tmp_path / "dax0.0", sysfs.root)
     with pytest.raises(BackendError, match=r"(?s)No such file.*DAX devices of this host:\n  /dev/dax0.0: 502.0 MiB"):
         find(tmp_path / "dax1.0", sysfs.root)
