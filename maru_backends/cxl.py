@@ -138,6 +138,10 @@ class CxlPool:
             self._region.close()
             os.close(fd)
 
+    def nobody_left(self) -> None:
+        """No client of other hosts has it mapped any more; those of this host have locks."""
+        self._record = evolve(self._record, abroad=False)
+
     def destroy(self) -> None:
         """Unmap the pool, which nobody can map or take over any more; the device stays and says that it is released."""
         fd, self._fd = self._fd, None

@@ -95,7 +95,11 @@ class PoolRequest:
 
 
 class Pool(Protocol):
-    """A pool as its owner, the server, holds it. Made by :meth:`StorageBackend.create_pool`."""
+    """A pool as its owner, the server, holds it. Made by :meth:`StorageBackend.create_pool`.
+
+    One with a method ``nobody_left()`` is told so before :meth:`destroy` when every client on every host has said
+    goodbye, or is dead for certain or by the operator's word.
+    """
 
     @property
     def region(self) -> Region:

@@ -377,7 +377,9 @@ def test_a_pool_that_hosts_shared_is_not_made_anew_without_a_word(ask: PoolReque
     for request in (ask, shared):
         with pytest.raises(BackendError, match="was shared with other hosts by process"):
             backend.create_pool(request)
-    backend.create_pool(evolve(ask, take_over=True)).destroy()
+    last = backend.create_pool(evolve(shared, take_over=True))
+    last.nobody_left()
+    last.destroy()
     backend.create_pool(ask).destroy()
 
 

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import gc
 import os
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
+from maru_backends.cxl import CxlBackend
+from maru_backends.ownership import read_record
 from maru_core.client import MaruHandler, StoreResult
+from maru_core.client.peek import Peek
 from maru_core.config import MaruConfig
+from maru_core.contracts import PoolWish
 from maru_core.errors import MaruError
 from maru_core.host import PluginHost
+from maru_core.pool_format import SUPERBLOCK_SIZE
+from maru_core.protocol import AdminVerb, Op
+from maru_core.runtime_dir import RuntimeDir
+from maru_core.server import ServerSettings, run_server
 from maru_core.testing import ServerFactory
 from maru_core.testing_server import RunningServer
 from tests.client.real import NAMESPACE
+from tests.server.raw import RawClient
 
 Connect = Callable[[RunningServer], MaruHandler]
 
@@ -153,3 +165,39 @@ def test_pools_on_several_devices_are_used_together(maru_server: ServerFactory, 
         assert bytes(found.view) == value
         del found
     assert all(pool["used"] for pool in handler.stats()["pools"])
+
+
+class Flushes:
+    """A helper for hosts that are not coherent, which this one is."""
+
+    def writeback(self, address: int, length: int) -> None:
+        """Nothing."""
+
+    def invalidate(self, address: int, length: int) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("goodbye", [True, False])
+def test_hosts_that_have_all_said_goodbye_are_in_nobodys_way(device: Path, tmp_path: Path, goodbye: bool) -> None:
+    backend = CxlBackend(flusher=Flushes, settle=0.0, patience=0.1)
+    plans = backend.plan_pools(PoolWish("cxl", None, str(device)), lambda name: backend)
+    runtime = RuntimeDir.open(tmp_path / "run")
+    serving = ServerSettings(tuple(plans), runtime_dir=str(runtime.path), shared_by_hosts=True)
+
+    serving_at: queue.Queue[str] = queue.Queue()
+    thread = threading.Thread(target=run_server, args=(serving, lambda name: backend), kwargs={"ready": serving_at.put})
+    thread.start()
+    try:
+        url = serving_at.get(timeout=20)
+        with zmq.Context() as context:
+            client = RawClient(context, url).hello(proof=False)
+            assert client.pools[0].flush
+            if goodbye:
+                client.call(Op.BYE)
+            client.close()
+    finally:
+        Peek(runtime.url, 5.0).administer(runtime.read_credential(), AdminVerb.STOP)
+        thread.join(20)
+    record = read_record(device.read_bytes()[:SUPERBLOCK_SIZE])[0]
+    assert record is not None
+    assert (record.state, record.abroad) == ("released", not goodbye)
