@@ -21,7 +21,7 @@ from typing import Final
 import structlog
 from attrs import evolve
 
-from maru_backends import devdax
+from maru_backends import devdax, native
 from maru_backends.capacity import Available, available_memory
 from maru_backends.checkup import check_cxl
 from maru_backends.locks import lock_alone, lock_shared, own, unlock
@@ -53,10 +53,6 @@ LoadFlusher = Callable[[], "Flusher | str"]
 
 def load_flusher() -> Flusher | str:
     """The native helper."""
-    try:
-        from maru_backends import native
-    except ImportError:
-        return "this Maru has no native helpers"
     return native.load() or str(native.why_not())
 
 

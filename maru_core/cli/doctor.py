@@ -12,11 +12,12 @@ from typing import Final
 import click
 from attrs import asdict, frozen
 
-from maru_core.cli.common import Target, fail, settings, visible, where
+from maru_core.cli.common import Target, fail, settings, where
 from maru_core.config import MaruConfig, PluginSettings
 from maru_core.contracts import Diagnose, Finding
 from maru_core.errors import ConfigError, MaruError, Unavailable
 from maru_core.host import PluginHost
+from maru_core.logs import visible
 from maru_core.runtime_dir import RuntimeDir
 from maru_core.sizes import format_size
 

@@ -153,7 +153,7 @@ def test_pools_on_several_devices_are_used_together(maru_server: ServerFactory, 
     second = device.with_name("second")
     second.touch(0o600)
     os.truncate(second, 8 << 20)
-    server = maru_server(**settings(device, cxl_pool_path=f"{second},{device}", cxl_pool_size="16M"))
+    server = maru_server(**settings(device, cxl_pool_path=f"{second},{device}", cxl_pool_size="16M", lease_share=1))
     handler = connect(server)
     assert [(pool["backend"], pool["location"]) for pool in handler.stats()["pools"]] == [
         ("cxl", str(second)),
