@@ -324,6 +324,10 @@ class CxlBackend:
             # From here on the device is ours, and for now there is no pool on it.
             pool.note(record)
             pool.invalidate()
+            if descriptor.flush and former is not None and host.is_this_boot(bytes.fromhex(former.boot_id)):
+                # What dead processes of this host wrote may still be in its caches, and would be written back at any
+                # later time over what another host stores in the new pool.
+                region.write_back(0, descriptor.size)
             _clear(region, descriptor.table_offset, descriptor.data_offset)
             now = place.look(fd, flusher)
             if now.record != record:

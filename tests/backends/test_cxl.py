@@ -723,6 +723,22 @@ def test_publish_writes_back_and_acquire_invalidates_exactly_these_bytes(ask: Po
     quick().create_pool(evolve(ask, take_over=True)).destroy()
 
 
+def test_what_dead_processes_left_in_caches_is_written_back_before_hosts_share_a_new_pool(ask: PoolRequest) -> None:
+    calls: list[tuple[str, int, int]] = []
+    backend = quick(flusher=lambda: Flushes(calls))
+    backend.create_pool(ask).destroy()
+    calls.clear()
+    pool = backend.create_pool(evolve(ask, shared_by_hosts=True))
+    base, size = address_of(pool.region.buffer.obj), pool.region.descriptor.size  # type: ignore[arg-type]
+    assert calls.count(("writeback", base, size)) == 1
+    assert calls.index(("writeback", base, size)) < len(calls) - 1, "the new superblock comes last"
+    pool.destroy()
+    calls.clear()
+    pool = backend.create_pool(evolve(ask, take_over=True))
+    assert not [call for call in calls if call[2] == size], "within a host caches are the same"
+    pool.destroy()
+
+
 def test_within_one_host_nothing_is_flushed_but_what_tells_whose_it_is(ask: PoolRequest) -> None:
     calls: list[tuple[str, int, int]] = []
     backend = quick(flusher=lambda: Flushes(calls))
