@@ -83,9 +83,7 @@ class Regions:
             self._let_go = self._let_go or bool(regions)
             for region in regions:
                 del self._mapped[region.descriptor.pool]
-        for region in regions:
-            self._host.region_unmapping(region)
-            region.close()
+        self._unmap(regions)
 
     def map_all(self) -> None:
         """Map every pool; raises BackendError."""
@@ -308,6 +306,10 @@ class Regions:
             self._closed = True
             regions = list(self._mapped.values())
             self._mapped.clear()
+        self._unmap(regions)
+
+    def _unmap(self, regions: Sequence[Region]) -> None:
+        """Of regions that nobody finds here any more."""
         for region in regions:
             self._host.region_unmapping(region)
             region.close()
