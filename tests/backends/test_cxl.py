@@ -20,7 +20,8 @@ import structlog
 from attrs import evolve
 
 from maru_backends import devdax, places
-from maru_backends.cxl import CxlBackend, CxlPool
+from maru_backends.cxl import CxlBackend
+from maru_backends.cxl_pool import CxlPool
 from maru_backends.devdax import DaxDevice
 from maru_backends.locks import lock_alone, lock_shared
 from maru_backends.origin import Host
