@@ -126,6 +126,29 @@ def test_a_read_is_announced_to_device_hints_and_its_end_too() -> None:
     assert [item[2] for item in reads.told[2:]] == [item[2] for item in reads.told[:2]]
 
 
+def test_only_what_is_in_the_way_is_let_go_and_it_is_mapped_again_when_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    regions, (first, second) = two_pools()
+    stays, goes = regions.of(first), regions.of(second)  # type: ignore[arg-type]
+    goes.in_place = True  # type: ignore[attr-defined]
+    assert not regions.was_let_go
+    entry = first.entry_count  # type: ignore[attr-defined]
+    regions.let_go()
+    assert regions.was_let_go
+    assert (stays.closed, goes.closed) == (False, True)  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        # A call that had found the region before it was let go.
+        patch.setattr(regions, "of", lambda pool: goes)
+        with pytest.raises(StaleEpoch, match="unmapped"):
+            regions.view(entry, 1)
+        assert regions.verify([entry], [1], [1]) == [False]
+    assert len(regions.view(entry, 1)) == 1
+    assert regions.of(second) is not goes  # type: ignore[arg-type]
+    assert regions.of(first) is stays  # type: ignore[arg-type]
+    assert not regions.was_let_go
+    regions.close()
+    regions.let_go()
+
+
 def joined(ranges: list[tuple[int, int]]) -> set[int]:
     return {at for offset, length in ranges for at in range(offset, offset + length)}
 
