@@ -38,6 +38,14 @@ class Arena:
     objects: int = field(default=0)
     #: Granules per object, of all sizes that there have been.
     sizes: set[int] = field(factory=set)
+    #: The share of ``reserved`` that copies of objects of other pools are being written to.
+    moving: int = 0
+    #: Granules of objects that were evicted here, ever.
+    evicted: int = 0
+    #: Objects that were leased to readers here, that came from an upper pool, and that went to a lower one; ever.
+    hits: int = 0
+    demoted_in: int = 0
+    demoted_out: int = 0
 
     @classmethod
     def of(

@@ -17,6 +17,7 @@ from maru_core.server.arena import Arena
 from maru_core.server.holdings import EntrySet
 from maru_core.server.index import KeyIndex, tags_of
 from maru_core.server.leases import PRESENCE, Acquired, Leases
+from maru_core.server.moves import Move, Moves
 from maru_core.server.namespaces import Namespaces, NamespaceState
 from maru_core.server.objects import READY, Objects, Postponed
 from maru_core.server.recovery import FindSession, Recovered, Recovery
@@ -33,6 +34,9 @@ class Directory:
     ``lease_share``: the part of a pool that one session may lease. ``ahead_share``: the part of all pools that
     :meth:`make_ahead` keeps free at most. ``epochs``: weights epochs from before, by namespace digest.
     ``namespace_quota``: the most bytes that a namespace may take unless :meth:`set_quota` says otherwise.
+
+    ``arenas`` are in the order in which they are written to. ``demote``: what is used least in one of them moves to a
+    later one, and only the last one loses objects while it has any that may go.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class Directory:
         ahead_share: float = 0.01,
         epochs: Mapping[bytes, int] | None = None,
         namespace_quota: int | None = None,
+        demote: bool = False,
     ) -> None:
         self.arenas = list(arenas)
         self.counters = dict.fromkeys(
@@ -56,6 +61,8 @@ class Directory:
                 "deleted",
                 "resets",
                 "damaged",
+                "demoted",
+                "moves_dropped",
             ),
             0,
         )
@@ -65,7 +72,8 @@ class Directory:
             self.objects, capacities, epochs, default_quota=namespace_quota, on_forget=self._forget_policies
         )
         self._postponed = Postponed()
-        self._room = Room(self.objects, self.namespaces, self.counters, ahead_share, lease_share)
+        self._room = Room(self.objects, self.namespaces, self.counters, ahead_share, lease_share, demote)
+        self._moves = Moves(self.objects, self.namespaces, self._room, self.counters, demote)
         self._reservations = Reservations(self.objects, self._room, self._postponed, self.counters)
         self._leases = Leases(self.objects, self._room, self._postponed, self.counters, lease_share)
 
@@ -138,6 +146,27 @@ class Directory:
         """Evict a few objects for the next RESERVE. For times when nobody waits; takes tens of microseconds."""
         self._postponed.settle()
         self._room.make_ahead()
+
+    def has_next_move(self) -> bool:
+        """Whether :meth:`next_move` may find something to do."""
+        return self._moves.is_due()
+
+    def next_move(self) -> Move | None:
+        """Begin to move an object from a pool that is short of room to a later one; for times when nobody waits.
+
+        Whoever has copied the bytes, or failed to, says so with :meth:`finish_move`; the object is found where it was
+        until then. ``None``: there is nothing to move, or enough is in progress. Takes tens of microseconds.
+        """
+        self._postponed.settle()
+        return self._moves.next()
+
+    def finish_move(self, move: Move, copied: bool) -> bool:
+        """The bytes of ``move`` are in their new place, or could not be copied; whether the object is there now.
+
+        Moves are to be finished in the order in which they began.
+        """
+        self._postponed.settle()
+        return self._moves.finish(move, copied)
 
     def reserve(
         self,
@@ -244,11 +273,12 @@ class Directory:
         return bytes(statuses)
 
     def evict(self, namespace: NamespaceState, entries: Iterable[int]) -> None:
-        """Drop those of ``entries`` that are READY objects of ``namespace`` which nobody reads."""
+        """Drop those of ``entries`` that are READY objects of ``namespace`` which no session reads."""
         self._postponed.settle()
         objects = self.objects
         for entry in entries:
-            if objects.state[entry] == READY and objects.home[entry] == namespace.number and not objects.readers[entry]:
+            readers = objects.readers[entry] - self._moves.reads(entry)
+            if objects.state[entry] == READY and objects.home[entry] == namespace.number and not readers:
                 self._room.retire(entry)
                 self.counters["evicted"] += 1
 

@@ -52,9 +52,11 @@ class Leases:
         steps = objects.steps(entries) if entries is not None else None
         if entries is not None and steps is not None and objects.state[steps] == _IS_READY * count:
             # What was stored together lies together, and is usually found together.
-            number = objects.arena_of(entries[0]).number
+            arena = objects.arena_of(entries[0])
+            number = arena.number
             if session.leased_pages[number] + sum(objects.pages[steps]) <= self._limits[number]:
                 self._take(session, lease, entries)
+                arena.hits += count
                 self._counters["hits"] += count
                 return _FOUND * count, entries, objects.generation[steps], objects.length[steps]
         return self._acquire_one_by_one(session, lease, found, leading)
@@ -73,6 +75,8 @@ class Leases:
         entries = _column(hits)
         if hits:
             self._take(session, lease, entries)
+        for arena, part in self._objects.by_arena(hits):
+            arena.hits += len(part)
         self._counters["hits"] += len(hits)
         self._counters["misses"] += count - len(hits)
         generation, length = self._objects.generation, self._objects.length

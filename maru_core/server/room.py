@@ -2,6 +2,10 @@
 
 An eviction takes time that a client would wait for. So when a pool is full, some room is made while the server has
 nothing else to do: as much as the last batches took, and never more than a small share of the pool.
+
+Of several pools the first one with room is written to. With demotion only the last one loses objects, as long as there
+are any that may go: those of the others move down instead (:mod:`.moves`). Without it all pools lose the same share of
+what they hold.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ def _nothing_known(arena: Arena) -> None:
 class Room:
     """Allocates in the pools of ``objects``, evicting what is worth least.
 
-    ``ahead_share``: the part of all pools that may be kept free by eviction ahead.
+    ``ahead_share``: the part of all pools that may be kept free by eviction ahead. ``demote``: objects of all pools but
+    the last one move down, so those of the last one are evicted first.
     """
 
     def __init__(
@@ -51,14 +56,21 @@ class Room:
         counters: dict[str, int],
         ahead_share: float,
         lease_share: float,
+        demote: bool = False,
     ) -> None:
         self._objects = objects
         self._namespaces = namespaces
         self._counters = counters
         self._arenas = objects.arenas
         # What no session may lease, nobody could ever read.
-        self._longest = max(int((arena.end - arena.base) * lease_share) * arena.granule for arena in self._arenas)
+        self._longest_of = [int((arena.end - arena.base) * lease_share) * arena.granule for arena in self._arenas]
+        self._longest = max(self._longest_of)
         self._most_ahead = int(sum(arena.end - arena.base for arena in self._arenas) * ahead_share)
+        self._demote = demote and len(self._arenas) > 1
+        #: Bytes per namespace that moves have taken beside what they copy; they do not count against a quota.
+        self.moving: dict[int, int] = {}
+        #: Length in bytes and number of the objects of the last batch.
+        self.demand = (0, 0)
         #: While set nothing is evicted and nothing that was stored is freed: somebody unknown may still read it.
         self.frozen = False
         self.withheld = Withheld()
@@ -93,13 +105,14 @@ class Room:
             over_quota = wanted - count
             if not count:
                 return [], over_quota
-        self._ahead = (length, count)
+        self._ahead = self.demand = (length, count)
         runs: list[Run] = []
-        for arena in self._arenas:
+        arenas = self._arenas if len(self._arenas) == 1 else self._fitting(length)
+        for arena in arenas:
             count -= self._take(arena, length, count, runs, self._spares_crumbs(arena, count))
             if not count:
                 return runs, over_quota
-        for arena in () if self.frozen else self._arenas:
+        for arena in () if self.frozen else self._in_turn(arenas):
             pages = arena.pages_for(length)
             evicted: list[int] = []
             price = worth(arena)
@@ -110,6 +123,56 @@ class Room:
                 count -= self._take(arena, length, count, runs, False)
             self._mark_free(arena, evicted, [run for run in runs if run[0] is arena])
         return runs, over_quota
+
+    def _fitting(self, length: int) -> list[Arena]:
+        """The pools from which an object of ``length`` bytes can be read."""
+        return [arena for arena, longest in zip(self._arenas, self._longest_of, strict=True) if length <= longest]
+
+    def _in_turn(self, arenas: Sequence[Arena]) -> Sequence[Arena]:
+        """``arenas`` in the order in which objects are evicted from them."""
+        if len(arenas) == 1:
+            return arenas
+        if self._demote:
+            return arenas[::-1]
+        # In proportion to their sizes, or what was used long ago would stay in the later ones for ever.
+        return sorted(arenas, key=lambda arena: arena.evicted / (arena.end - arena.base))
+
+    def take_below(self, arena: Arena, length: int) -> tuple[Run | None, bool]:
+        """Room for one object of ``length`` bytes in a later pool than ``arena``, evicting from the last one if need be.
+
+        Also returns whether there can be any at all.
+        """
+        below = [other for other in self._fitting(length) if other.number > arena.number]
+        runs: list[Run] = []
+        for other in below:
+            if self._take(other, length, 1, runs, False):
+                return runs[0], True
+        if not below or below[-1] is not self._arenas[-1]:
+            return None, bool(below)
+        last = below[-1]
+        evicted: list[int] = []
+        if self._make_room(last, last.pages_for(length), 1, evicted, None):
+            self._take(last, length, 1, runs, False)
+        self._mark_free(last, evicted, runs)
+        return (runs[0] if runs else None), True
+
+    def _may_move_down(self, arena: Arena, entry: int) -> bool:
+        """Whether ``entry``, which may not be evicted because of its children, may be demoted all the same."""
+        return self._demote and arena is not self._arenas[-1] and self._objects.is_top(entry)
+
+    def is_low(self, arena: Arena, coming: int) -> bool:
+        """Whether ``arena`` has less room than batches like the last one take; ``coming`` granules will be free soon."""
+        length, count = self.demand
+        pages = arena.pages_for(length)
+        most = self._most_ahead * (arena.end - arena.base) // self._objects.total
+        missing = min(_AHEAD_BATCHES * count * pages, most) - arena.free.free - coming
+        return 0 < pages <= missing and not self.frozen
+
+    def drop(self, arena: Arena, victim: int) -> None:
+        """Evict an object that the policy does not hold any more and that nobody reads."""
+        evicted: list[int] = []
+        self._evict(arena, victim, evicted)
+        self._mark_free(arena, evicted, ())
 
     def _spares_crumbs(self, arena: Arena, count: int) -> bool:
         """Whether ``count`` objects rather take the place of others than be scattered over what is left between them.
@@ -153,7 +216,7 @@ class Room:
         if self.frozen:
             return
         length, count = self._ahead
-        for arena in self._arenas:
+        for arena in self._arenas[-1:] if self._demote else self._in_turn(self._arenas):
             pages = arena.pages_for(length)
             missing = self._missing(pages, count)
             if missing >= pages and self._evict_ahead(arena, pages, missing):
@@ -218,6 +281,7 @@ class Room:
         namespace.taken[arena.number] -= steps.step * count
         namespace.objects -= count
         namespace.stored_bytes -= sum(objects.length[steps])
+        arena.evicted += steps.step * count
         arena.objects -= count
         arena.used -= steps.step * count
         arena.free.give(entries[0] - arena.base, steps.step * count)
@@ -280,6 +344,8 @@ class Room:
             for at, victim in enumerate(victims):
                 if children[victim]:
                     arena.tenants.park(tenant, victim)
+                    if self._may_move_down(arena, victim) and len(spared) < _MAX_SPARED:
+                        spared.append((tenant, victim))
                     continue
                 if sizes[victim] >= pages:
                     self._objects.unlink(victim)
@@ -316,23 +382,32 @@ class Room:
         return arena.tenants.pop(count, None if price is None else price + 1)
 
     def _bytes_of(self, namespace: NamespaceState) -> int:
-        """Bytes of the granules that ``namespace`` has taken."""
-        return sum([pages * arena.granule for pages, arena in zip(namespace.taken, self._arenas, strict=True)])
+        """Bytes of the granules that ``namespace`` has taken, without copies that are being made."""
+        taken = sum([pages * arena.granule for pages, arena in zip(namespace.taken, self._arenas, strict=True)])
+        return taken - self.moving.get(namespace.number, 0)
 
     def _within_quota(self, namespace: NamespaceState, quota: int, length: int, count: int) -> int:
         """For how many of ``count`` objects the quota has room, after evicting objects of the namespace itself."""
         size = self._arenas[0].pages_for(length) * self._arenas[0].granule
         count = min(count, quota // size)
-        for arena in () if self.frozen else self._arenas:
+        for arena in () if self.frozen else self._in_turn(self._arenas):
             evicted: list[int] = []
+            tops: list[int] = []
             while (excess := self._bytes_of(namespace) + count * size - quota) > 0:
-                if not self._evict_of(namespace, arena, -(-excess // arena.granule), evicted):
+                if not self._evict_of(namespace, arena, -(-excess // arena.granule), evicted, tops):
                     break
+            for entry in reversed(tops):
+                arena.tenants.unpark(namespace.number, entry)
             self._mark_free(arena, evicted, ())
         return max(0, min(count, (quota - self._bytes_of(namespace)) // size))
 
-    def _evict_of(self, namespace: NamespaceState, arena: Arena, pages: int, evicted: list[int]) -> bool:
-        """Evict a batch of objects of ``namespace``, ``pages`` granules at best; whether there was a victim."""
+    def _evict_of(
+        self, namespace: NamespaceState, arena: Arena, pages: int, evicted: list[int], tops: list[int]
+    ) -> bool:
+        """Evict a batch of objects of ``namespace``, ``pages`` granules at best; whether there was a victim.
+
+        Those that are left alone and may be demoted are added to ``tops``, unless there are many.
+        """
         objects = self._objects
         victims = arena.tenants.pop_of(namespace.number, min(pages, _BATCH))
         fitting: list[int] = []
@@ -342,6 +417,8 @@ class Room:
                 break
             if objects.children[victim]:
                 arena.tenants.park(namespace.number, victim)
+                if len(tops) < _MAX_SPARED and self._may_move_down(arena, victim):
+                    tops.append(victim)
                 continue
             objects.unlink(victim)
             fitting.append(victim)
@@ -359,7 +436,9 @@ class Room:
         namespace.forget_all([tags[entry] for entry in victims], victims)
         namespace.objects -= len(victims)
         namespace.stored_bytes -= sum([length[entry] for entry in victims])
-        namespace.taken[arena.number] -= sum([pages[entry] for entry in victims])
+        gone = sum([pages[entry] for entry in victims])
+        namespace.taken[arena.number] -= gone
+        arena.evicted += gone
         for entry in victims:
             state[entry] = FREE
         evicted += victims
@@ -381,6 +460,7 @@ class Room:
         """Drop an object that the policy does not hold any more; returns the free run it became part of."""
         self._hide(arena, entry)
         self._counters["evicted"] += 1
+        arena.evicted += self._objects.pages[entry]
         evicted.append(entry)
         return self._give(arena, entry)
 

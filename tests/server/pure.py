@@ -30,10 +30,18 @@ class World:
     tables: list[bytearray]
     share: float = 1.0
     ahead: float = 0.01
+    demote: bool = False
 
     @classmethod
-    def of(cls, *counts: int, share: float = 1.0, ahead: float = 0.01, quota: int | None = None) -> World:
-        return cls.over([bytearray(count * HEADER_SIZE) for count in counts], share, ahead, quota=quota)
+    def of(
+        cls,
+        *counts: int,
+        share: float = 1.0,
+        ahead: float = 0.01,
+        quota: int | None = None,
+        demote: bool = False,
+    ) -> World:
+        return cls.over([bytearray(count * HEADER_SIZE) for count in counts], share, ahead, quota=quota, demote=demote)
 
     @classmethod
     def over(
@@ -43,6 +51,7 @@ class World:
         ahead: float = 0.01,
         epochs: Epochs | None = None,
         quota: int | None = None,
+        demote: bool = False,
     ) -> World:
         """Over header tables that exist; empty until it recovers what they say. ``quota`` of any namespace."""
         arenas, base = [], 0
@@ -52,13 +61,13 @@ class World:
             arenas.append(Arena.of(number, descriptor, memoryview(table)))
             base += count
         numbers = iter(range(1, 1 << 30))
-        directory = Directory(arenas, share, ahead, epochs, quota)
-        return cls(directory, SessionRegistry(len(tables), lambda: next(numbers)), tables, share, ahead)
+        directory = Directory(arenas, share, ahead, epochs, quota, demote=demote)
+        return cls(directory, SessionRegistry(len(tables), lambda: next(numbers)), tables, share, ahead, demote)
 
     def reborn(self, epochs: Epochs | None = None, tables: list[bytearray] | None = None) -> World:
         """What the next server makes of this one's memory (or of ``tables``) and sessions, which it awaits."""
         copies = [bytearray(table) for table in tables or self.tables]
-        world = World.over(copies, self.share, self.ahead, epochs)
+        world = World.over(copies, self.share, self.ahead, epochs, demote=self.demote)
         for session in self.sessions:
             record = SessionRecord(session.namespace.digest.hex(), session.role, session.name, True, False)
             namespace = world.directory.namespaces.of_digest(session.namespace.digest)
@@ -82,6 +91,21 @@ class World:
             for entry in namespace.index
             if objects.state[entry] == State.READY
         }
+
+    def links(self) -> dict[tuple[bytes, bytes], bytes]:
+        """Key of the parent by namespace digest and key of each object that can be found and has one."""
+        self.directory.settle()
+        objects = self.directory.objects
+        found = {}
+        for namespace in self.directory.namespaces:
+            for entry in namespace.index:
+                elder = objects.parent[entry]
+                if elder == NO_ENTRY or objects.state[elder] not in (State.RESERVED, State.READY):
+                    continue
+                if objects.generation[elder] == objects.parent_generation[entry]:
+                    name, parent = (bytes(objects.arena_of(each).headers.key(each)) for each in (entry, elder))
+                    found[namespace.digest, name] = parent
+        return found
 
     def session(self, namespace: bytes = b"n") -> Session:
         return self.sessions.open(self.directory.namespaces.open(namespace), "client", "", 0.0)
@@ -107,7 +131,10 @@ class World:
         directory = self.directory
         directory.settle()
         sessions = [*self.sessions]
+        moves = [*directory._moves]
+        sources, targets = [move.source for move in moves], [move.target for move in moves]
         for arena in directory.arenas:
+            assert arena.moving == directory.objects.pages_of([e for e in targets if arena.base <= e < arena.end])
             assert arena.used + arena.reserved + arena.free.free == arena.end - arena.base
             taken: dict[int, str] = {}
             reserved = used = objects = leased = 0
@@ -129,7 +156,8 @@ class World:
                 used += pages * (state != State.RESERVED)
                 objects += state == State.READY
                 leased += pages * (directory.objects.readers[entry] > 0)
-                assert directory.objects.readers[entry] == sum(entry in session.held for session in sessions)
+                readers = sum(entry in session.held for session in sessions) + sources.count(entry)
+                assert directory.objects.readers[entry] == readers
             tags = [0] * (arena.end - arena.base)
             behind = -1
             for start, length in arena.free.runs():
@@ -155,7 +183,7 @@ class World:
                 assert session.reserved_pages[arena.number] == sum(directory.objects.pages[entry] for entry in mine)
                 held = [entry for entry in session.held if arena.base <= entry < arena.end]
                 assert session.leased_pages[arena.number] == sum(directory.objects.pages[entry] for entry in held)
-        owned = [entry for session in sessions for entry in (*session.reserved, *session.doomed)]
+        owned = [entry for session in sessions for entry in (*session.reserved, *session.doomed)] + targets
         assert len(owned) == len(set(owned)) == sum(state == State.RESERVED for state in directory.objects.state)
         for session in sessions:
             assert all(directory.objects.state[entry] in (State.READY, State.RETIRING) for entry in session.held)
@@ -197,9 +225,18 @@ class World:
 
     def check_children(self) -> None:
         objects = self.directory.objects
+        copies = [move.target for move in self.directory._moves]
         alive = [entry for entry, state in enumerate(objects.state) if state in (State.RESERVED, State.READY)]
+        alive = [entry for entry in alive if entry not in copies]
         # A parent that is gone may have an heir in its place, of another generation.
         children = Counter((objects.parent[child], objects.parent_generation[child]) for child in alive)
         for entry in alive:
             assert objects.children[entry] == children[entry, objects.generation[entry]]
             assert objects.parent[entry] in (NO_ENTRY, *range(objects.total))
+        cross: dict[int, set[int]] = {}
+        for entry in alive:
+            elder = objects.parent[entry]
+            if elder in alive and objects.generation[elder] == objects.parent_generation[entry]:
+                if objects.arena_of(elder) is not objects.arena_of(entry):
+                    cross.setdefault(elder, set()).add(entry)
+        assert objects.cross == cross

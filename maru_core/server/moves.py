@@ -1,0 +1,271 @@
+"""Moves of objects to lower pools: what is used least moves down instead of being lost.
+
+A pool that has little room gives its next victims to the pools below it, in times when nobody waits. Somebody else
+copies the bytes (:mod:`.mover`), and meanwhile the object is found where it always was. Only when the copy is whole the
+directory looks for it there, and the old place is free. A copy that is not wanted any more when it is made - the object
+was dropped, hidden by a reset, or is being read, and so is not among those that are used least - is thrown away.
+
+A copy being made is a RESERVED object of the session MOVER, in no index and in no prefix tree. The object that is
+copied has one reader more, which keeps its place from being used for something else.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import Final
+
+from attrs import frozen
+
+from maru_core.pool_format import State
+from maru_core.server.arena import Arena
+from maru_core.server.namespaces import Namespaces
+from maru_core.server.objects import FREE, READY, RETIRING, Objects, Run
+from maru_core.server.room import Room
+
+#: The session that copies are reserved by. No client has this number.
+MOVER: Final = 0
+#: Moves in progress, and the bytes that they copy unless it is a single one.
+MOST_MOVES: Final = 32
+MOST_BYTES: Final = 64 << 20
+#: Victims that are looked at in one call.
+_MOST_LOOKED_AT: Final = 16
+#: Children in other pools that are told of a move in one go. What has more is shared by many and stays.
+_MOST_CHILDREN: Final = 256
+_MAX_GENERATION: Final = 0xFFFF_FFFF
+
+
+@frozen
+class Move:
+    """``length`` bytes to be copied between two pools.
+
+    ``source_pool`` and ``target_pool`` are places in the list of pools, the offsets are in bytes in their regions.
+    """
+
+    source: int
+    target: int
+    source_pool: int
+    target_pool: int
+    source_offset: int
+    target_offset: int
+    length: int
+    source_generation: int
+    target_generation: int
+
+
+class Moves:
+    """``counters``: demoted, moves_dropped, damaged, evicted. Does nothing with a single pool, or without ``demote``."""
+
+    def __init__(
+        self, objects: Objects, namespaces: Namespaces, room: Room, counters: dict[str, int], demote: bool
+    ) -> None:
+        self._objects = objects
+        self._namespaces = namespaces
+        self._room = room
+        self._counters = counters
+        #: Pools that there is one below of, the lowest first.
+        self._upper = objects.arenas[-2::-1] if demote else []
+        #: By entry that is copied.
+        self._moves: dict[int, Move] = {}
+        self._bytes = 0
+        #: Granules per pool that will be free when its moves are over.
+        self._leaving = [0] * len(objects.arenas)
+        #: The demand for which nothing more can be done at the moment.
+        self._done: object = None
+
+    def __len__(self) -> int:
+        return len(self._moves)
+
+    def __iter__(self) -> Iterator[Move]:
+        return iter(list(self._moves.values()))
+
+    def reads(self, entry: int) -> bool:
+        """Whether one of the readers of ``entry`` is a move."""
+        return entry in self._moves
+
+    def is_due(self) -> bool:
+        """Whether :meth:`next` may find something to move."""
+        if not self._upper or self._done is self._room.demand or len(self._moves) >= MOST_MOVES:
+            return False
+        return self._bytes < MOST_BYTES and any(self._is_low(arena) for arena in self._upper)
+
+    def next(self) -> Move | None:
+        """Begin to move one object down; takes tens of microseconds."""
+        if not self.is_due():
+            return None
+        for arena in self._upper:
+            if self._is_low(arena):
+                move = self._begin(arena)
+                if move is not None:
+                    return move
+        self._done = self._room.demand
+        return None
+
+    def _is_low(self, arena: Arena) -> bool:
+        return self._room.is_low(arena, self._leaving[arena.number])
+
+    def _begin(self, arena: Arena) -> Move | None:
+        objects = self._objects
+        for _ in range(_MOST_LOOKED_AT):
+            tenant, victims = arena.tenants.pop(1)
+            if not victims:
+                return None
+            victim = victims[0]
+            if not self._may_move(arena, victim):
+                arena.tenants.park(tenant, victim)
+                continue
+            length = objects.length[victim]
+            if self._bytes and self._bytes + length > MOST_BYTES:
+                arena.tenants.put_back(tenant, victims)
+                return None
+            header = arena.headers.read(victim)
+            if header is None:
+                # Its memory is damaged: no reader would take it.
+                self._counters["damaged"] += 1
+                self._room.retire(victim)
+                continue
+            run, possible = self._room.take_below(arena, length)
+            if run is not None:
+                pair = header.parent + header.key
+                return self._start(arena, victim, run, pair, header.digest, header.weights_epoch, header.checksum)
+            if possible:
+                arena.tenants.put_back(tenant, victims)
+                return None
+            # It can be nowhere below.
+            if objects.children[victim]:
+                arena.tenants.park(tenant, victim)
+            else:
+                self._room.drop(arena, victim)
+        return None
+
+    def _may_move(self, arena: Arena, entry: int) -> bool:
+        """Whether all children of ``entry`` are in other pools, or on their way: moves end in the order they began."""
+        objects = self._objects
+        children, elsewhere = objects.children[entry], len(objects.cross.get(entry, ()))
+        if elsewhere > _MOST_CHILDREN:
+            return False
+        if children == elsewhere:
+            return True
+        leaving = [
+            move
+            for move in self._moves.values()
+            if objects.parent[move.source] == entry and move.source_pool == arena.number
+        ]
+        return children == elsewhere + len(leaving)
+
+    def _start(
+        self, arena: Arena, source: int, run: Run, pair: bytes, digest: bytes, weights_epoch: int, checksum: int
+    ) -> Move:
+        objects = self._objects
+        below, pages, target, _ = run
+        length, home = objects.length[source], objects.home[source]
+        namespace = self._namespaces.by_number[home]
+        generation = objects.generation[target] % _MAX_GENERATION + 1
+        objects.generation[target] = generation
+        fresh = array("I", [generation])
+        below.headers.write_reserved(target, pages, [pair], fresh, length, MOVER, digest, weights_epoch)
+        if checksum:
+            below.headers.set_checksum(target, checksum)
+        objects.fill([run], array("I", [objects.tag[source]]), length, home)
+        below.reserved += pages
+        below.moving += pages
+        namespace.taken[below.number] += pages
+        namespace.reserved[below.number] += pages
+        self._count_moving(home, pages * below.granule)
+        objects.readers[source] += 1
+        arena.leased += objects.pages[source]
+        self._leaving[arena.number] += objects.pages[source]
+        move = Move(
+            source,
+            target,
+            arena.number,
+            below.number,
+            arena.descriptor.data_offset + (source - arena.base) * arena.granule,
+            below.descriptor.data_offset + (target - below.base) * below.granule,
+            length,
+            objects.generation[source],
+            generation,
+        )
+        self._moves[source] = move
+        self._bytes += length
+        return move
+
+    def _count_moving(self, home: int, amount: int) -> None:
+        moving = self._room.moving
+        moving[home] = moving.get(home, 0) + amount
+        if not moving[home]:
+            del moving[home]
+
+    def finish(self, move: Move, copied: bool) -> bool:
+        """A move is over; whether the object is in its new place now. ``copied``: all bytes are there."""
+        objects = self._objects
+        if self._moves.get(move.source) is not move:
+            return False
+        del self._moves[move.source]
+        self._bytes -= move.length
+        self._leaving[move.source_pool] -= objects.pages[move.source]
+        self._done = None
+        arena, below = objects.arenas[move.source_pool], objects.arenas[move.target_pool]
+        pages = objects.pages[move.target]
+        home = objects.home[move.target]
+        namespace = self._namespaces.by_number[home]
+        below.reserved -= pages
+        below.moving -= pages
+        namespace.reserved[below.number] -= pages
+        self._count_moving(home, -pages * below.granule)
+        good = copied and self._is_wanted(move)
+        if good:
+            self._change_place(move, arena, below)
+        else:
+            below.headers.change_state([move.target], State.RESERVED, State.FREE)
+            namespace.taken[below.number] -= pages
+            objects.state[move.target] = FREE
+            below.free.give(move.target - below.base, pages)
+            self._counters["moves_dropped"] += 1
+        self._let_go(arena, move.source, home)
+        return good
+
+    def _is_wanted(self, move: Move) -> bool:
+        """Whether the object is still what it was, and nobody has used it since."""
+        objects, source = self._objects, move.source
+        if objects.state[source] != READY or objects.generation[source] != move.source_generation:
+            return False
+        if objects.readers[source] != 1 or not objects.is_top(source):
+            return False
+        # A reset takes the index away, and with it what is of an earlier weights epoch.
+        key = bytes(objects.arenas[move.source_pool].headers.key(source))
+        return self._namespaces.by_number[objects.home[source]].index.get(key) == source
+
+    def _change_place(self, move: Move, arena: Arena, below: Arena) -> None:
+        """The object is at the target from now on, and its old place is to be freed when nobody reads there."""
+        objects, source, target = self._objects, move.source, move.target
+        namespace = self._namespaces.by_number[objects.home[source]]
+        tag, pages = objects.tag[source], objects.pages[target]
+        # A server that is killed here leaves the object twice, never not at all.
+        below.headers.change_state([target], State.RESERVED, State.READY)
+        objects.state[target] = READY
+        key = bytes(below.headers.key(target))
+        namespace.index.remove(tag, source)
+        namespace.index.enter(key, tag, target)
+        objects.relink(source, target)
+        arena.headers.change_state([source], State.READY, State.RETIRING)
+        objects.state[source] = RETIRING
+        arena.objects -= 1
+        arena.demoted_out += 1
+        below.used += pages
+        below.objects += 1
+        below.demoted_in += 1
+        below.tenants.add(namespace.number, (target,))
+        self._counters["demoted"] += 1
+
+    def _let_go(self, arena: Arena, entry: int, home: int) -> None:
+        """The move does not read ``entry`` any more."""
+        objects = self._objects
+        objects.readers[entry] -= 1
+        if objects.readers[entry]:
+            return
+        arena.leased -= objects.pages[entry]
+        if objects.state[entry] == READY:
+            arena.tenants.add(home, (entry,))
+        else:
+            self._room.free_retired(arena, [entry])
