@@ -75,7 +75,7 @@ class Leases:
         entries = _column(hits)
         if hits:
             self._take(session, lease, entries)
-        for arena, part in self._objects.by_arena(hits):
+        for arena, part in self._objects.by_arena(entries):
             arena.hits += len(part)
         self._counters["hits"] += len(hits)
         self._counters["misses"] += count - len(hits)

@@ -54,7 +54,7 @@ class Move:
 
 
 class Moves:
-    """``counters``: demoted, moves_dropped, damaged, evicted. Does nothing with a single pool, or without ``demote``."""
+    """``counters``: demoted, moves_dropped, damaged. Does nothing with a single pool, or without ``demote``."""
 
     def __init__(
         self, objects: Objects, namespaces: Namespaces, room: Room, counters: dict[str, int], demote: bool
@@ -228,11 +228,9 @@ class Moves:
     def _is_wanted(self, move: Move) -> bool:
         """Whether the object is still what it was, and nobody has used it since."""
         objects, source = self._objects, move.source
-        if objects.state[source] != READY or objects.generation[source] != move.source_generation:
-            return False
         if objects.readers[source] != 1 or not objects.is_top(source):
             return False
-        # A reset takes the index away, and with it what is of an earlier weights epoch.
+        # What was dropped is in no index, and a reset takes the index away with all that is of earlier weights.
         key = bytes(objects.arenas[move.source_pool].headers.key(source))
         return self._namespaces.by_number[objects.home[source]].index.get(key) == source
 

@@ -226,11 +226,9 @@ class Objects:
         self.note_cross(children)
         elder = parent[old]
         parent[old] = NO_ENTRY
-        if (
-            elder == NO_ENTRY
-            or generation[elder] != parent_generation[old]
-            or self.state[elder] not in (RESERVED, READY)
-        ):
+        if elder == NO_ENTRY or generation[elder] != parent_generation[old]:
+            return
+        if self.state[elder] not in (RESERVED, READY):
             return
         parent[new], parent_generation[new] = elder, generation[elder]
         self._uncross(elder, old)

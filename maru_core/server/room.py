@@ -138,7 +138,7 @@ class Room:
         return sorted(arenas, key=lambda arena: arena.evicted / (arena.end - arena.base))
 
     def take_below(self, arena: Arena, length: int) -> tuple[Run | None, bool]:
-        """Room for one object of ``length`` bytes in a later pool than ``arena``, evicting from the last one if need be.
+        """Room for one object of ``length`` bytes in a pool after ``arena``, evicting from the last one if need be.
 
         Also returns whether there can be any at all.
         """
@@ -161,7 +161,7 @@ class Room:
         return self._demote and arena is not self._arenas[-1] and self._objects.is_top(entry)
 
     def is_low(self, arena: Arena, coming: int) -> bool:
-        """Whether ``arena`` has less room than batches like the last one take; ``coming`` granules will be free soon."""
+        """Whether ``arena`` has less room than batches like the last one take; ``coming`` granules are free soon."""
         length, count = self.demand
         pages = arena.pages_for(length)
         most = self._most_ahead * (arena.end - arena.base) // self._objects.total

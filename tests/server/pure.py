@@ -236,7 +236,7 @@ class World:
         cross: dict[int, set[int]] = {}
         for entry in alive:
             elder = objects.parent[entry]
-            if elder in alive and objects.generation[elder] == objects.parent_generation[entry]:
-                if objects.arena_of(elder) is not objects.arena_of(entry):
-                    cross.setdefault(elder, set()).add(entry)
+            linked = elder in alive and objects.generation[elder] == objects.parent_generation[entry]
+            if linked and objects.arena_of(elder) is not objects.arena_of(entry):
+                cross.setdefault(elder, set()).add(entry)
         assert objects.cross == cross

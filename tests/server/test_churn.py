@@ -42,7 +42,7 @@ def test_random_operations_while_objects_move_down(counts):
         assert churn.totals[what] > 0, f"{what}: it never happened"
     assert churn.totals["demoted"] > 2 * churn.totals["moves_dropped"]
     assert churn.most_moves > 3
-    check_hot_set(churn)
+    assert churn.hot_rates[-1] > 0.6
 
 
 @pytest.mark.long
