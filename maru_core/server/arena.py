@@ -42,10 +42,13 @@ class Arena:
     moving: int = 0
     #: Granules of objects that were evicted here, ever.
     evicted: int = 0
-    #: Objects that were leased to readers here, that came from an upper pool, and that went to a lower one; ever.
+    #: Objects that were leased to readers here, that came down from another pool, and that went down; ever.
     hits: int = 0
     demoted_in: int = 0
     demoted_out: int = 0
+    #: Replicas that were made here, ever, and those that are here.
+    promoted_in: int = 0
+    replicas: int = 0
 
     @classmethod
     def of(

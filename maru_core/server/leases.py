@@ -6,13 +6,13 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from maru_core.protocol.messages import NO_ENTRY, Presence
-from maru_core.server.objects import READY, RESERVED, RETIRING, Objects, Postponed
+from maru_core.server.objects import READY, REPLICA, RESERVED, RETIRING, Objects, Postponed
 from maru_core.server.room import Room
 from maru_core.server.sessions import Session
 
 _ABSENT = int(Presence.ABSENT)
-#: Presence by state of an object that is in an index.
-PRESENCE = {RESERVED: int(Presence.WRITING), READY: int(Presence.READY)}
+#: Presence by state of an object that is in an index, or of its replica.
+PRESENCE = {RESERVED: int(Presence.WRITING), READY: int(Presence.READY), REPLICA: int(Presence.READY)}
 _IS_READY = bytes([READY])
 #: What a lease takes beside an item for each object that it names; a session's items are limited.
 LEASE_COST = 4
@@ -198,6 +198,7 @@ class Leases:
             ready = [entry for entry in last if state[entry] == READY]
             arena.tenants.add(session.namespace.number, ready)
             if len(ready) != len(last):
+                arena.tenants.add(session.namespace.number, [entry for entry in last if state[entry] == REPLICA])
                 self._room.free_retired(arena, [entry for entry in last if state[entry] == RETIRING])
 
 

@@ -35,6 +35,8 @@ _MEANING: Final[Mapping[str, str]] = {
     "aborted": "Reservations that were given back.",
     "deleted": "Objects that clients deleted.",
     "demoted": "Objects that moved to a lower pool instead of being evicted.",
+    "promoted": "Replicas that were made in the first pool of what is used much in others.",
+    "replicas_dropped": "Replicas that made room, or went with their objects.",
     "moves_dropped": "Copies to another pool that nobody wanted any more when they were made, or that failed.",
     "resets": "Namespaces that began a new weights epoch.",
     "expired_sessions": "Sessions that ended by the proven death of their owner, or that never attached.",
@@ -47,7 +49,7 @@ _MEANING: Final[Mapping[str, str]] = {
     "connections_refused": "Connections over the limit, which were hung up on.",
 }
 _SKIPPED: Final = "skipped_"
-_DIRECTIONS: Final = ("demoted_in", "demoted_out")
+_DIRECTIONS: Final = ("demoted_in", "demoted_out", "promoted_in")
 _STATES: Final = ("used", "free", "reserved", "quarantined")
 
 
@@ -107,6 +109,7 @@ def _pools(pools: list[Mapping[str, Any]]) -> Iterator[Metric]:
     moving = GaugeMetricFamily(
         "maru_pool_moving_bytes", "Reserved bytes of a pool that objects of others are being copied to.", labels=labels
     )
+    replicas = GaugeMetricFamily("maru_pool_replicas", "Replicas in a pool of objects of others.", labels=labels)
     hits = CounterMetricFamily("maru_pool_hits", "Keys that were leased to a reader in a pool.", labels=labels)
     evicted = CounterMetricFamily("maru_pool_evicted_bytes", "Bytes of objects evicted from a pool.", labels=labels)
     moves = CounterMetricFamily(
@@ -120,11 +123,12 @@ def _pools(pools: list[Mapping[str, Any]]) -> Iterator[Metric]:
         leased.add_metric(which, pool["leased"])
         objects.add_metric(which, pool["objects"])
         moving.add_metric(which, pool["moving"])
+        replicas.add_metric(which, pool["replicas"])
         hits.add_metric(which, pool["hits"])
         evicted.add_metric(which, pool["evicted"])
         for direction in _DIRECTIONS:
             moves.add_metric((*which, direction), pool[direction])
-    yield from (states, capacity, leased, objects, moving, hits, evicted, moves)
+    yield from (states, capacity, leased, objects, moving, replicas, hits, evicted, moves)
 
 
 class MetricsListener:

@@ -15,6 +15,8 @@ from maru_core.protocol.messages import NO_ENTRY
 from maru_core.server.arena import Arena
 
 FREE, RESERVED, READY, RETIRING = (int(state) for state in State)
+#: A replica: its header says READY, but it is in no index and in no prefix tree; what it is a copy of is.
+REPLICA = 1 + max(State)
 
 #: Neighbouring objects of one size: pool, granules per object, first entry, number of objects.
 Run = tuple[Arena, int, int, int]
@@ -64,6 +66,9 @@ class Objects:
         self.tag = array("I", bytes(4 * total))
         #: Links between pools: children that lie in another pool than their parent, by parent.
         self.cross: dict[int, set[int]] = {}
+        #: The replica of an object in another pool, and the same the other way round.
+        self.replica: dict[int, int] = {}
+        self.original: dict[int, int] = {}
 
     def is_free(self, entry: int) -> bool:
         """Whether there is no object at ``entry``, which may be any number."""
@@ -235,6 +240,15 @@ class Objects:
         self.note_cross((new,))
         if self.is_top(elder):
             self.arena_of(elder).tenants.unpark(self.home[elder], elder)
+
+    def pair(self, original: int, replica: int) -> None:
+        """``replica`` is a copy of ``original`` from now on, whatever either was before."""
+        self.state[original], self.state[replica] = READY, REPLICA
+        self.replica[original], self.original[replica] = replica, original
+
+    def part(self, replica: int) -> None:
+        """``replica`` is no copy any more; its state is the caller's business."""
+        del self.replica[self.original.pop(replica)]
 
     def _uncross(self, elder: int, child: int) -> None:
         links = self.cross.get(elder)

@@ -17,9 +17,11 @@ from maru_core.pool_format import State
 from maru_core.protocol.messages import NO_ENTRY
 from maru_core.server.arena import Arena
 from maru_core.server.namespaces import Namespaces, NamespaceState
-from maru_core.server.objects import FREE, READY, RETIRING, Objects, Run
+from maru_core.server.objects import FREE, READY, REPLICA, RETIRING, Objects, Run
 from maru_core.server.withheld import Withheld
 
+#: States of what may be evicted.
+_STORED = (READY, REPLICA)
 #: Victims that may be evicted one after the other without making room for one object before it is skipped.
 _MAX_FRUITLESS = 64
 #: Victims that may be left alone because what is around them stays anyway.
@@ -164,9 +166,24 @@ class Room:
         """Whether ``arena`` has less room than batches like the last one take; ``coming`` granules are free soon."""
         length, count = self.demand
         pages = arena.pages_for(length)
-        most = self._most_ahead * (arena.end - arena.base) // self._objects.total
-        missing = min(_AHEAD_BATCHES * count * pages, most) - arena.free.free - coming
+        missing = min(_AHEAD_BATCHES * count * pages, self._most_ahead_of(arena)) - arena.free.free - coming
         return 0 < pages <= missing and not self.frozen
+
+    def take_spare(self, arena: Arena, namespace: NamespaceState, length: int) -> Run | None:
+        """Room for a replica of ``length`` bytes, if there is more than half of what is kept free for new objects."""
+        pages = arena.pages_for(length)
+        wanted, count = self.demand
+        kept = min(_AHEAD_BATCHES * count * arena.pages_for(wanted), self._most_ahead_of(arena)) // 2
+        if self.frozen or arena.free.free - pages < kept or length > self._longest_of[arena.number]:
+            return None
+        if namespace.quota is not None and self._bytes_of(namespace) + pages * arena.granule > namespace.quota:
+            return None
+        runs: list[Run] = []
+        self._take(arena, length, 1, runs, False)
+        return runs[0] if runs else None
+
+    def _most_ahead_of(self, arena: Arena) -> int:
+        return self._most_ahead * (arena.end - arena.base) // self._objects.total
 
     def drop(self, arena: Arena, victim: int) -> None:
         """Evict an object that the policy does not hold any more and that nobody reads."""
@@ -247,7 +264,7 @@ class Room:
                 arena.tenants.put_back(tenant, victims[at:])
                 victims = fitting
                 break
-            objects.unlink(victim)
+            self._leave(arena, victim)
             fitting.append(victim)
             missing -= size
         evicted: list[int] = []
@@ -263,7 +280,7 @@ class Room:
         objects, count = self._objects, len(victims)
         entries = array("I", reversed(victims))
         steps = objects.steps(entries)
-        if steps is None or not pages <= steps.step <= missing // count:
+        if steps is None or objects.replica or not pages <= steps.step <= missing // count:
             return False
         if (
             objects.pages[steps] != array("I", [steps.step]) * count
@@ -293,7 +310,19 @@ class Room:
         """Hide a READY object; free it at once unless somebody reads it."""
         objects = self._objects
         arena = objects.arena_of(entry)
+        if entry in objects.replica:
+            self.drop_replica(objects.replica[entry])
         self._hide(arena, entry)
+        self._retire(arena, entry)
+
+    def drop_replica(self, entry: int) -> None:
+        """There is no such replica any more; its pages are free at once unless somebody reads them."""
+        arena = self._objects.arena_of(entry)
+        self._forget_replica(arena, entry)
+        self._retire(arena, entry)
+
+    def _retire(self, arena: Arena, entry: int) -> None:
+        objects = self._objects
         if objects.readers[entry] or self.frozen:
             objects.state[entry] = RETIRING
             arena.headers.change_state([entry], State.READY, State.RETIRING)
@@ -348,7 +377,7 @@ class Room:
                         spared.append((tenant, victim))
                     continue
                 if sizes[victim] >= pages:
-                    self._objects.unlink(victim)
+                    self._leave(arena, victim)
                     fitting.append(victim)
                     made += sizes[victim] // pages
                 elif len(spared) < _MAX_SPARED and self._is_hemmed_in(arena, victim, pages):
@@ -420,7 +449,7 @@ class Room:
                 if len(tops) < _MAX_SPARED and self._may_move_down(arena, victim):
                     tops.append(victim)
                 continue
-            objects.unlink(victim)
+            self._leave(arena, victim)
             fitting.append(victim)
             pages -= objects.pages[victim]
         self._evict_all(arena, fitting, evicted)
@@ -433,17 +462,23 @@ class Room:
         objects = self._objects
         state, tags, pages, length = objects.state, objects.tag, objects.pages, objects.length
         namespace = self._namespaces.by_number[objects.home[victims[0]]]
-        namespace.forget_all([tags[entry] for entry in victims], victims)
-        namespace.objects -= len(victims)
-        namespace.stored_bytes -= sum([length[entry] for entry in victims])
+        losses = victims
+        if objects.original:
+            losses = [entry for entry in victims if state[entry] != REPLICA]
+            for entry in victims:
+                if state[entry] == REPLICA:
+                    self._forget_replica(arena, entry)
+        namespace.forget_all([tags[entry] for entry in losses], losses)
+        namespace.objects -= len(losses)
+        namespace.stored_bytes -= sum([length[entry] for entry in losses])
         gone = sum([pages[entry] for entry in victims])
         namespace.taken[arena.number] -= gone
         arena.evicted += gone
         for entry in victims:
             state[entry] = FREE
         evicted += victims
-        arena.objects -= len(victims)
-        self._counters["evicted"] += len(victims)
+        arena.objects -= len(losses)
+        self._counters["evicted"] += len(losses)
         # Neighbours go back in one piece.
         end = begin = -1
         for entry in sorted(victims):
@@ -458,8 +493,13 @@ class Room:
 
     def _evict(self, arena: Arena, entry: int, evicted: list[int]) -> tuple[int, int]:
         """Drop an object that the policy does not hold any more; returns the free run it became part of."""
-        self._hide(arena, entry)
-        self._counters["evicted"] += 1
+        if entry in self._objects.replica:
+            self._leave_to_replica(arena, entry)
+        if self._objects.state[entry] == REPLICA:
+            self._forget_replica(arena, entry)
+        else:
+            self._hide(arena, entry)
+            self._counters["evicted"] += 1
         arena.evicted += self._objects.pages[entry]
         evicted.append(entry)
         return self._give(arena, entry)
@@ -484,7 +524,7 @@ class Room:
         objects = self._objects
         state, readers = objects.state, objects.readers
         room = self._neighbours(
-            arena, entry, objects.pages[entry], pages, lambda other: state[other] == READY and not readers[other]
+            arena, entry, objects.pages[entry], pages, lambda other: state[other] in _STORED and not readers[other]
         )
         return room is None
 
@@ -520,7 +560,38 @@ class Room:
 
     def _evictable(self, entry: int) -> bool:
         objects = self._objects
-        return objects.state[entry] == READY and not objects.readers[entry] and not objects.children[entry]
+        return objects.state[entry] in _STORED and not objects.readers[entry] and not objects.children[entry]
+
+    def _leave(self, arena: Arena, entry: int) -> None:
+        """``entry``, which has no children, is about to be evicted: it leaves the prefix tree."""
+        if entry in self._objects.replica:
+            self._leave_to_replica(arena, entry)
+        self._objects.unlink(entry)
+
+    def _leave_to_replica(self, arena: Arena, entry: int) -> None:
+        """``entry`` is about to be evicted: it and its replica change roles, if that can still be found."""
+        objects = self._objects
+        replica = objects.replica[entry]
+        namespace = self._namespaces.by_number[objects.home[entry]]
+        key = bytes(arena.headers.key(entry))
+        if namespace.index.get(key) != entry:
+            self.drop_replica(replica)
+            return
+        namespace.index.remove(objects.tag[entry], entry)
+        namespace.index.enter(key, objects.tag[entry], replica)
+        objects.relink(entry, replica)
+        objects.part(replica)
+        objects.pair(replica, entry)
+        other = objects.arena_of(replica)
+        other.objects += 1
+        other.replicas -= 1
+        arena.objects -= 1
+        arena.replicas += 1
+
+    def _forget_replica(self, arena: Arena, entry: int) -> None:
+        self._objects.part(entry)
+        arena.replicas -= 1
+        self._counters["replicas_dropped"] += 1
 
     def _hide(self, arena: Arena, entry: int) -> None:
         objects = self._objects

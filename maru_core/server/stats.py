@@ -42,6 +42,8 @@ def collect(
                 "evicted": arena.evicted * granule,
                 "demoted_in": arena.demoted_in,
                 "demoted_out": arena.demoted_out,
+                "promoted_in": arena.promoted_in,
+                "replicas": arena.replicas,
             }
         )
     return {

@@ -79,10 +79,15 @@ class Churn:
     """One run. ``check_every``: operations between two looks at everything, see :meth:`World.check`."""
 
     def __init__(
-        self, seed: int, counts: tuple[int, ...] = (600, 200), check_every: int = 250, demote: bool = False
+        self,
+        seed: int,
+        counts: tuple[int, ...] = (600, 200),
+        check_every: int = 250,
+        demote: bool = False,
+        promote: bool = False,
     ) -> None:
         self.random = random.Random(seed)
-        self.world = World.of(*counts, share=0.5, ahead=0.15 if demote else 0.02, demote=demote)
+        self.world = World.of(*counts, share=0.5, ahead=0.15 if demote else 0.02, demote=demote, promote=promote)
         #: Moves in progress; those whose bytes were copied; the most that there were at a time.
         self.moves: deque[Move] = deque()
         self.copied: set[Move] = set()
@@ -105,7 +110,7 @@ class Churn:
             (0.64, self.acquire),
             (0.78, self.release),
             (0.85, self.use_hot_set),
-            (0.93, self.move if demote else self.use_hot_set),
+            (0.93, self.move if demote or promote else self.use_hot_set),
             (0.965, self.make_ahead),
             (0.985, self.delete),
             (0.989, self.drain),
@@ -384,10 +389,9 @@ class Churn:
     def crash(self) -> None:
         """The next server finds the memory of this one; some clients come back and some died as well."""
         rng = self.random
-        before = self.world.ready()
         self._keep_counters()
-        self.world = self.world.reborn(self.world.directory.namespaces.epochs())
-        assert self.world.ready() == before
+        before, self.world = self.world, self.world.reborn(self.world.directory.namespaces.epochs())
+        assert self.world.is_as_before(before)
         self.drains.clear()
         self.moves.clear()
         self.copied.clear()

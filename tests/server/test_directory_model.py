@@ -38,9 +38,12 @@ class DirectoryModel(RuleBasedStateMachine):
         share=st.sampled_from([0.5, 1.0]),
         counts=st.sampled_from([(7, 6), (5, 9), (6, 4, 5), (12, 8)]),
         demote=st.sampled_from([True, True, False]),
+        promote=st.booleans(),
+        read_order=st.sampled_from([(), (1, 0)]),
     )
-    def begin(self, share: float, counts: tuple[int, ...], demote: bool) -> None:
-        self.world = World.of(*counts, share=share, ahead=0.4, demote=demote)
+    def begin(self, share, counts, demote, promote, read_order) -> None:
+        order = {"promote": promote, "read_order": read_order}
+        self.world = World.of(*counts, share=share, ahead=0.4, demote=demote, **order)
         self.longest = max(int(count * share) for count in counts) * GRANULE
         self.memory = [0] * sum(counts)
         self.stamp = 0
@@ -210,16 +213,16 @@ class DirectoryModel(RuleBasedStateMachine):
     def next_move(self):
         """It may evict in a lower pool, or what fits nowhere below, and nothing else is lost."""
         counters = self.world.directory.counters
-        before, links, evicted = self.world.ready(), self.world.links(), counters["evicted"]
+        before, links, evicted = self.world.places(), self.world.links(), counters["evicted"]
         move = self.world.directory.next_move()
         after = self.world.ready()
         assert len(after) == len(before) - counters["evicted"] + evicted
-        assert after.items() <= before.items()
+        assert all(place in before[name] for name, place in after.items())
         assert {name: parent for name, parent in links.items() if name in after} == {
             name: parent for name, parent in self.world.links().items() if name in after
         }, "a head went before its tail"
         if move is not None:
-            assert move.target_pool > move.source_pool
+            assert move.target_pool > move.source_pool or (self.world.promote and move.target_pool == 0)
             self.moves.append((move, False))
 
     @precondition(lambda self: self.moves)
@@ -244,7 +247,9 @@ class DirectoryModel(RuleBasedStateMachine):
         assert self.world.links() == links
         changed = {before[name]: after[name] for name in before if before[name] != after[name]}
         here, there = (move.source, move.source_generation), (move.target, move.target_generation)
-        assert changed == ({here: there} if moved else {})
+        assert changed == ({here: there} if moved and move.down else {})
+        if moved and not move.down:
+            assert self.world.directory.objects.replica[move.source] == move.target
         assert not moved or copied
         assert not self.world.directory.finish_move(move, copied), "it is over"
 
@@ -254,7 +259,7 @@ class DirectoryModel(RuleBasedStateMachine):
         mine = {name: place for name, place in self.world.ready().items() if name[0] == session.namespace.digest}
         if mine:
             name = data.draw(st.sampled_from(sorted(mine)))
-            entry, generation = mine[name]
+            entry, generation = data.draw(st.sampled_from(sorted(self.world.places()[name])))
             assert self.world.directory.drop_damaged(session, [entry], [generation]) == b"\0"
             assert self.world.directory.probe(session, [name[1]]) == bytes([Presence.ABSENT])
 
@@ -262,11 +267,14 @@ class DirectoryModel(RuleBasedStateMachine):
     def evict_as_operator(self, who, name):
         namespace = self.clients[who].namespace
         entry = namespace.index.get(name)
+        copies = {entry, self.world.directory.objects.replica.get(entry)}
         self.world.directory.evict(namespace, [] if entry is None else [entry])
         self.world.directory.settle()
         left = namespace.index.get(name)
         objects = self.world.directory.objects
-        assert left is None or objects.state[left] != State.READY or any(left in c.held for c in self.clients)
+        assert (
+            left is None or objects.state[left] != State.READY or any(e in c.held for c in self.clients for e in copies)
+        )
 
     @rule(who=WHO, column=COLUMN)
     def delete(self, who, column):
@@ -309,9 +317,9 @@ class DirectoryModel(RuleBasedStateMachine):
     def crash(self, data, limit):
         """The server is killed and comes back on the same memory; clients say what they still use, or died too."""
         before = self.world.ready()
-        directory = self.world.directory
+        directory, dead = self.world.directory, self.world
         self.world = self.world.reborn(directory.namespaces.epochs())
-        assert self.world.ready() == before
+        assert self.world.is_as_before(dead)
         self.moves.clear()
         assert self.world.directory.next_move() is None, "somebody unknown may read what it would move"
         self.world.check()
