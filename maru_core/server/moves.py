@@ -155,7 +155,7 @@ class Moves:
             arena = objects.arena_of(source)
             namespace = self._namespaces.by_number[objects.home[source]]
             header = arena.headers.read(source)
-            if header is None or namespace.index.get(header.key) != source:
+            if header is None:
                 continue
             run = self._room.take_spare(first, namespace, objects.length[source])
             if run is None:
@@ -312,10 +312,7 @@ class Moves:
     def _is_wanted(self, move: Move) -> bool:
         """Whether the object is still what it was, and is to be where its copy is."""
         objects, source = self._objects, move.source
-        if not move.down:
-            if source in objects.replica:
-                return False
-        elif objects.readers[source] != 1 or not objects.is_top(source):
+        if move.down and (objects.readers[source] != 1 or not objects.is_top(source)):
             return False
         # What was dropped is in no index, and a reset takes the index away with all that is of earlier weights.
         key = bytes(objects.arenas[move.source_pool].headers.key(source))

@@ -206,6 +206,54 @@ def test_an_object_changes_roles_with_its_replica_rather_than_go():
     assert not world.directory.objects.replica
 
 
+def test_what_a_reset_hid_does_not_come_back_with_its_replica():
+    world, session = tiers(4, 4)
+    copy_up(world, session, keys(3, 1))
+    hidden = world.directory.reset(session.namespace, 0)
+    assert hidden is not None
+    world.store(session, keys(40, 3))
+    world.directory.acquire(session, 1, keys(40, 3), True)
+    world.directory.acquire(session, 2, keys(3, 1), True)
+    for number in range(60, 64):
+        assert world.store(session, [key(number)]) == b"\0"
+        world.check()
+    assert world.directory.probe(session, keys(0, 4)) == ABSENT * 4
+    assert not world.directory.objects.replica
+
+
+def test_a_replica_that_was_read_can_be_dropped_again():
+    world, session = tiers(4, 8)
+    copy_up(world, session, keys(0, 4))
+    assert use(world, session, keys(0, 4)) == [0] * 4
+    world.store(session, keys(40, 4))
+    reader = world.session()
+    world.directory.acquire(reader, 1, keys(40, 4), True)
+    assert world.store(session, keys(60, 4)) == bytes(4)
+    assert world.directory.counters["replicas_dropped"] == 4
+
+
+def test_an_operator_drops_nothing_that_is_read_above():
+    world, session = tiers(4, 8)
+    (move,) = copy_up(world, session, keys(3, 1))
+    world.directory.acquire(session, 1, keys(3, 1), True)
+    world.directory.evict(session.namespace, [move.source])
+    assert world.directory.probe(session, keys(3, 1)) == READY
+    world.directory.release(session, 1, 9)
+    world.directory.evict(session.namespace, [move.source])
+    assert world.directory.probe(session, keys(3, 1)) == ABSENT
+
+
+def test_room_is_made_ahead_of_replicas():
+    world, session = tiers(4, 4, ahead=0.5)
+    copy_up(world, session, keys(0, 4))
+    world.store(session, keys(40, 4))
+    world.store(session, keys(50, 1))
+    while world.directory.is_short():
+        world.directory.make_ahead()
+        world.check()
+    assert world.directory.counters["replicas_dropped"] > 0
+
+
 def test_a_quota_has_no_room_for_replicas():
     world, session = tiers(4, 8)
     world.directory.set_quota(session.namespace, 5 * GRANULE)
