@@ -207,14 +207,10 @@ class Regions:
         first, size, count = entries[0], lengths[0], len(entries)
         pool = check_place(first, size, self._pools)
         pages = -(-size // pool.granule)
-        inside = entries[-1] < pool.entry_base + pool.entry_count
-        if (
-            inside
-            and lengths.count(size) == count
-            and entries == array("I", range(first, first + count * pages, pages))
-        ):
+        even = lengths.count(size) == count and entries == array("I", range(first, first + count * pages, pages))
+        # Neighbours by number, the last of one pool and the first of the next, are no neighbours in memory.
+        if even and check_place(entries[-1], size, self._pools) is pool:
             # The usual case, a whole reservation from free space that is not fragmented.
-            check_place(entries[-1], size, (pool,))
             yield self.of(pool), _offset(pool, first), (count - 1) * pages * pool.granule + size
             return
         low, high = pool.entry_base, pool.entry_base + pool.entry_count

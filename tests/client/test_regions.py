@@ -69,6 +69,16 @@ def test_equal_objects_in_a_row_are_published_at_once() -> None:
     assert regions.of(first).published == [(start, 4 * GRANULE + 5000)]  # type: ignore[attr-defined, arg-type]
 
 
+@pytest.mark.parametrize("lengths", [[GRANULE] * 4, [GRANULE] * 3 + [GRANULE - 1]])
+def test_neighbours_by_number_in_two_pools_are_two_runs(lengths: list[int]) -> None:
+    regions, (first, second) = two_pools()
+    base = second.entry_base  # type: ignore[attr-defined]
+    regions.publish(array("I", range(base - 2, base + 2)), lengths)
+    above, below = (first.data_at(base - 2), 2 * GRANULE), (second.data_at(base), sum(lengths[2:]))  # type: ignore[attr-defined]
+    assert regions.of(first).published == [above]  # type: ignore[attr-defined, arg-type]
+    assert regions.of(second).published == [below]  # type: ignore[attr-defined, arg-type]
+
+
 def test_a_view_never_leaves_its_pool() -> None:
     regions, (first, _) = two_pools()
     last = first.entry_count - 1  # type: ignore[attr-defined]
