@@ -33,7 +33,7 @@ from maru_core.contracts import Pool, PoolRequest, Region, StorageBackend
 from maru_core.protocol import PoolDescriptor
 from maru_core.sizes import format_size, parse_size
 from maru_transfer.cuda_driver import CudaDriver, DriverError, HostMemoryDriver
-from maru_transfer.pinning import PIECE, PoolRegistrar, address_of
+from maru_transfer.pinning import PIECE, PinnedPools, address_of
 
 SIZE = "8G"
 FIRST_PIECE_SECONDS = 0.5
@@ -160,7 +160,7 @@ def in_pieces(
     backend: StorageBackend, descriptor: PoolDescriptor, driver: HostMemoryDriver, piece: int
 ) -> tuple[float, float, float]:
     """Seconds of the worker's way: in all, until the first piece was registered, and to unregister."""
-    registrar = PoolRegistrar(lambda: driver, piece=piece)
+    registrar = PinnedPools(lambda: driver, piece=piece)
     regions = Regions((descriptor,), Host(backend), b"", registrar)
     start = time.perf_counter()
     regions.map_all()

@@ -168,7 +168,7 @@ class Crossing:
             # The driver then stages the copies once more: slower, and as correct.
             logs.get_logger(__name__).warning("maru.no_locked_buffer", bytes=self._half, reason=str(error))
             tensor = torch.empty(self._half, dtype=torch.uint8)
-        return _Half(tensor, tensor.numpy(), torch.cuda.Event())
+        return _Half(tensor, tensor.numpy(), torch.cuda.Event())  # type: ignore[no-untyped-call]
 
 
 def _tensor(array: Array) -> torch.Tensor:

@@ -50,6 +50,25 @@ class HostMemoryDriver(Protocol):
         """Let go of the device. Idempotent."""
 
 
+def driver_version(library: str = LIBRARY) -> tuple[int, int]:
+    """CUDA version of the driver (13000: 13.0) and number of devices that this process sees; raises DriverError.
+
+    Makes no context, hence takes no memory of a device.
+    """
+    try:
+        cuda = ctypes.CDLL(library)
+        functions = cuda.cuInit, cuda.cuDriverGetVersion, cuda.cuDeviceGetCount
+    except (OSError, AttributeError) as error:
+        raise DriverError(NO_DRIVER, f"{library} cannot be used: {error}") from error
+    version, count = ctypes.c_int(), ctypes.c_int()
+    calls = (("cuInit", 0), ("cuDriverGetVersion", ctypes.byref(version)), ("cuDeviceGetCount", ctypes.byref(count)))
+    for function, (name, argument) in zip(functions, calls, strict=True):
+        result = function(argument)
+        if result:
+            raise DriverError(result, f"{name} failed ({result})")
+    return version.value, count.value
+
+
 class CudaDriver:
     """One CUDA device through its primary context, the one that torch uses. Implements :class:`HostMemoryDriver`."""
 

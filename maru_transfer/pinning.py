@@ -52,7 +52,7 @@ State = Literal["registering", "registered", "partly", "not registered", "closin
 
 
 class _Registration:
-    """One mapped pool. Fields are guarded by the registrar's lock."""
+    """One mapped pool. Fields are guarded by the lock of :class:`PinnedPools`."""
 
     def __init__(self, region: Region) -> None:
         self.region = region
@@ -66,7 +66,10 @@ class _Registration:
         self.ends: list[int] = []
         self.users = 0
         self.busy = True
+        #: The pool is being unmapped.
         self.leaving = False
+        #: No new copy may rely on it.
+        self.withdrawn = False
         self.state: State = "registering"
         self.reason = ""
         #: How long registering took, and until the first piece was; 0 while it is under way.
@@ -79,7 +82,7 @@ class _Registration:
         return sum(self.ends) - sum(self.starts)
 
 
-class PoolRegistrar:
+class PinnedPools:
     """Implements :class:`maru_core.contracts.PoolRegistrar` and :class:`~maru_core.contracts.PinnedMemory`.
 
     A failure is kept as ``reason``, told once, and is otherwise without consequence. A pool is unregistered when it is
@@ -130,7 +133,7 @@ class PoolRegistrar:
         with self._lock:
             mine = [registration for registration in self._registrations if registration.region is region]
             for registration in mine:
-                registration.leaving = True
+                registration.leaving = registration.withdrawn = True
                 registration.state = "closing"
         for registration in mine:
             self._settle(registration)
@@ -156,7 +159,7 @@ class PoolRegistrar:
             yield
             return
         with self._lock:
-            mine = [registration for registration in self._registrations if not registration.leaving]
+            mine = [registration for registration in self._registrations if not registration.withdrawn]
             for registration in mine:
                 registration.users += 1
         try:
@@ -166,7 +169,7 @@ class PoolRegistrar:
                 for registration in mine:
                     registration.users -= 1
             for registration in mine:
-                if registration.leaving:
+                if registration.withdrawn:
                     self._settle(registration)
 
     def spans(self, address: int, length: int) -> Sequence[MemorySpan]:
@@ -177,7 +180,7 @@ class PoolRegistrar:
             with self._lock:
                 for registration in self._registrations:
                     inside = registration.address <= address < registration.address + registration.size
-                    if inside and not registration.leaving:
+                    if inside and not registration.withdrawn:
                         return _cut(registration.starts, registration.ends, address, length)
         return [MemorySpan(0, length, False)]
 
@@ -222,27 +225,27 @@ class PoolRegistrar:
             self._fail(registration, error)
 
     def _settle(self, registration: _Registration) -> None:
-        """Let the pool go when it is time: here when nothing of it is registered, else on a thread."""
+        """Undo what is withdrawn when it is time: on a thread, or here when nothing of it is registered."""
         with self._lock:
-            if not registration.leaving or registration.busy or registration.users or registration.view is None:
+            if not registration.withdrawn or registration.busy or registration.users or registration.view is None:
                 return
             registration.busy = True
-        if registration.starts:
+            registered = bool(registration.starts)
+        if registered:
             self._start(registration, "maru-unregister")
         else:
-            self._drop(registration)
+            self._undo(registration)
 
     def _work(self, registration: _Registration) -> None:
-        """Register the pool, and unregister it when it is to go and nobody uses it."""
+        """Register the pool, and unregister it when it was withdrawn and nobody uses it."""
         try:
-            if not registration.leaving:
+            if not registration.withdrawn:
                 self._register(registration)
             with self._lock:
-                goes = registration.leaving and not registration.users and not self._stop.is_set()
-                registration.busy = goes
-            if goes:
-                self._unregister(registration)
-                self._drop(registration)
+                undo = registration.withdrawn and not registration.users and not self._stop.is_set()
+                registration.busy = undo
+            if undo:
+                self._undo(registration)
         except Exception as error:  # noqa: BLE001 - whatever the driver does, an engine goes on
             self._fail(registration, error)
         finally:
@@ -272,14 +275,15 @@ class PoolRegistrar:
                 time.sleep(self._pause)
         except Exception as error:  # noqa: BLE001 - a driver of another version may fail in any way
             problem = error
-        if isinstance(problem, DriverError) and problem.code in _HOPELESS:
-            self._unregister(registration)
         with self._lock:
             registration.seconds = time.perf_counter() - began
             registered = registration.registered
-            registration.state = "partly" if registered else "not registered"
-            if problem is None and not registration.leaving:
-                registration.state = "registered"
+            if isinstance(problem, DriverError) and problem.code in _HOPELESS:
+                registration.withdrawn = True
+            if not registration.leaving:
+                registration.state = "partly" if problem is not None else "registered"
+                if registration.withdrawn or not registered:
+                    registration.state = "not registered"
         if problem is not None:
             self._fail(registration, problem)
         elif not registration.leaving:
@@ -313,10 +317,13 @@ class PoolRegistrar:
             except DriverError as error:
                 self._log.debug("maru.pool_not_unregistered", location=registration.location, reason=str(error))
 
-    def _drop(self, registration: _Registration) -> None:
-        """Let go of a pool's memory, and after :meth:`close` of the driver when it was the last pool."""
+    def _undo(self, registration: _Registration) -> None:
+        """Unregister, and let go of the memory of a pool that is unmapped; the last one closes the driver."""
+        self._unregister(registration)
         with self._lock:
-            if registration.starts:  # the process ends before all of it was unregistered
+            registration.busy = False
+            # Otherwise the process ends before all of it was unregistered.
+            if not registration.leaving or registration.starts:
                 return
             registration.view = None
             if registration in self._registrations:
@@ -359,24 +366,24 @@ class PoolRegistrar:
 class HeldTransfer:
     """A transfer during whose copies nothing is unregistered. Implements :class:`maru_core.contracts.Transfer`."""
 
-    def __init__(self, transfer: Transfer, registrar: PoolRegistrar) -> None:
+    def __init__(self, transfer: Transfer, pools: PinnedPools) -> None:
         self._transfer = transfer
-        self._registrar = registrar
+        self._pools = pools
 
     def load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
         """Objects to pages."""
-        with self._registrar.held():
+        with self._pools.held():
             self._transfer.load(block_ids, copies)
 
     def store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
         """Pages to objects."""
-        with self._registrar.held():
+        with self._pools.held():
             self._transfer.store(block_ids, copies)
 
     def close(self) -> None:
-        """Close the transfer, then the registrar."""
+        """Close the transfer, then unregister the pools."""
         self._transfer.close()
-        self._registrar.close()
+        self._pools.close()
 
 
 def pieces(address: int, size: int, piece: int) -> Iterator[tuple[int, int]]:
