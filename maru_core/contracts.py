@@ -216,7 +216,7 @@ class PoolRegistrar(Protocol):
     """Follows the pools that a handler maps, to register them with a device's driver. Thread-safe; never raises."""
 
     def region_mapped(self, region: Region) -> None:
-        """A pool was mapped. Returns at once; the work is done on another thread."""
+        """A pool was mapped. Returns at once; other threads populate and register it."""
 
     def region_unmapping(self, region: Region) -> None:
         """A pool is about to be unmapped. Returns at once.

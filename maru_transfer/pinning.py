@@ -23,6 +23,7 @@ from typing import Final, Literal
 from maru_core import logs
 from maru_core.contracts import MemorySpan, Region, Transfer
 from maru_core.geometry import ChunkCopy
+from maru_core.population import Population
 from maru_transfer.cuda_driver import (
     ALREADY_REGISTERED,
     INVALID_VALUE,
@@ -34,11 +35,19 @@ from maru_transfer.cuda_driver import (
     HostMemoryDriver,
 )
 
-#: Bytes of one registration; its edges are multiples of this in the address space, hence of any huge page of 2 MiB.
-PIECE: Final = 128 << 20
-#: Seconds between two pieces. The driver's lock is held for as long as a piece takes, some milliseconds, and goes to
-#: whoever asks first: without a pause that is the next piece, and an engine's launches wait until all is done.
-PAUSE: Final = 0.0001
+#: Bytes of the first registration, and what further ones may have; their edges are multiples of their size in the
+#: address space, hence of any huge page of 2 MiB.
+PIECE: Final = 64 << 20
+LEAST: Final = 32 << 20
+MOST: Final = 256 << 20
+#: How long, in seconds, one registration may hold up what the engine asks of the driver meanwhile; pieces are made
+#: smaller or larger until it is half to twice of this.
+PIECE_SECONDS: Final = 0.004
+#: Seconds between two pieces. The driver's lock goes to whoever asks first: without a pause that is the next piece, and
+#: an engine's launches wait for many of them in a row.
+PAUSE: Final = 0.00015
+#: Seconds between two looks whether to go on, while pages are not populated yet.
+_LOOK: Final = 0.1
 #: How long, in seconds, closing waits for what is being registered or unregistered.
 JOIN: Final = 1.0
 #: With these no memory of this kind can be registered: what was is given back, too.
@@ -61,6 +70,7 @@ class _Registration:
         self.view: memoryview | None = memoryview(region.buffer)
         self.address = address_of(self.view)
         self.size = self.view.nbytes
+        self.population = Population(region)
         #: What is registered, ascending; both lists have one item per piece.
         self.starts: list[int] = []
         self.ends: list[int] = []
@@ -90,10 +100,13 @@ class PinnedPools:
     """
 
     def __init__(
-        self, open_driver: Callable[[], HostMemoryDriver], *, piece: int = PIECE, pause: float = PAUSE
+        self, open_driver: Callable[[], HostMemoryDriver], *, piece: int | None = None, pause: float = PAUSE
     ) -> None:
-        """``open_driver`` is called on the registering thread, once it has something to do; may raise DriverError."""
-        if piece < 1 or piece % page_size():
+        """``open_driver`` is called on the registering thread, once it has something to do; may raise DriverError.
+
+        ``piece``: bytes of every registration, whole pages; ``None``: as large as the driver's speed allows.
+        """
+        if piece is not None and (piece < 1 or piece % page_size()):
             raise ValueError(f"pieces of {piece} bytes; they must be whole pages of {page_size()}")
         self._open_driver = open_driver
         self._piece = piece
@@ -134,6 +147,7 @@ class PinnedPools:
             mine = [registration for registration in self._registrations if registration.region is region]
             for registration in mine:
                 registration.leaving = registration.withdrawn = True
+                registration.population.stop()
                 registration.state = "closing"
         for registration in mine:
             self._settle(registration)
@@ -256,13 +270,18 @@ class PinnedPools:
         problem: Exception | None = None
         try:
             driver = self._attached()
-            for start, end in pieces(registration.address, registration.size, self._piece):
+            pace = Pace(self._piece)
+            for start, end in pieces(registration.address, registration.size, pace):
+                # Page faults are not for the driver to take, under its lock: they last ten times as long as the rest.
+                while not registration.population.reach(end - registration.address, timeout=_LOOK):
+                    if registration.leaving or self._stop.is_set():
+                        break
                 if registration.leaving or self._stop.is_set():
                     break
-                # Page faults are not for the driver to take: they last ten times as long as the rest.
-                registration.region.populate(start - registration.address, end - start)
                 try:
+                    asked = time.perf_counter()
                     driver.register(start, end - start)
+                    pace.took(time.perf_counter() - asked)
                 except DriverError as error:
                     problem = error
                     if error.code == ALREADY_REGISTERED:  # by somebody who may undo it any time: not ours to rely on
@@ -316,6 +335,7 @@ class PinnedPools:
                 driver.unregister(start, end - start)
             except DriverError as error:
                 self._log.debug("maru.pool_not_unregistered", location=registration.location, reason=str(error))
+            time.sleep(self._pause)
 
     def _undo(self, registration: _Registration) -> None:
         """Unregister, and let go of the memory of a pool that is unmapped; the last one closes the driver."""
@@ -386,12 +406,29 @@ class HeldTransfer:
         self._pools.close()
 
 
-def pieces(address: int, size: int, piece: int) -> Iterator[tuple[int, int]]:
-    """Start and end of each piece: whole pages of the stretch, cut at multiples of ``piece``."""
+class Pace:
+    """How large pieces are: of ``fixed`` bytes, or so large that registering one takes about PIECE_SECONDS."""
+
+    def __init__(self, fixed: int | None = None) -> None:
+        self.piece = fixed or PIECE
+        self._fixed = fixed is not None
+
+    def took(self, seconds: float) -> None:
+        """The last piece took so long."""
+        if self._fixed:
+            return
+        if seconds < PIECE_SECONDS / 2:
+            self.piece = min(MOST, self.piece * 2)
+        elif seconds > PIECE_SECONDS * 2:
+            self.piece = max(LEAST, self.piece // 2)
+
+
+def pieces(address: int, size: int, pace: Pace) -> Iterator[tuple[int, int]]:
+    """Start and end of each piece: whole pages of the stretch, cut at multiples of what ``pace`` says by then."""
     page = page_size()
     start, last = -(-address // page) * page, (address + size) // page * page
     while start < last:
-        end = min(last, start // piece * piece + piece)
+        end = min(last, start // pace.piece * pace.piece + pace.piece)
         yield start, end
         start = end
 

@@ -364,7 +364,8 @@ class _Opener:
             session.regions.map_all()
         except BackendError as error:
             self._log.warning("pool not mapped; the first use tries again", reason=str(error))
-        else:
+            return
+        if self._registrar is None:  # which populates what it registers
             # Not on the link's own thread, which must go on pinging.
             threading.Thread(target=session.regions.populate, name="maru-populate", daemon=True).start()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import threading
 from array import array
@@ -22,6 +21,7 @@ from maru_core.pool_format import (
     State,
     unpack_header,
 )
+from maru_core.population import Population
 from maru_core.protocol.messages import PoolDescriptor
 
 #: state, generation, length, (session, checksum), namespace digest: what proves that an object is still there.
@@ -29,10 +29,8 @@ _PROOF = struct.Struct(f"<B3xIQ16x{DIGEST_SIZE}s")
 #: The same and, behind weights epoch and parent, the key.
 _PROOF_OF_KEY = struct.Struct(f"{_PROOF.format}12x{KEY_SIZE}x{KEY_SIZE}s")
 
-#: Bytes that are populated between two looks whether the region was closed.
-_POPULATE_STEP = 64 * 1024 * 1024
-#: Most threads that populate at a time: more of them wait for each other in the kernel.
-_POPULATE_THREADS = 8
+#: Seconds between two looks whether the regions were closed while they are populated.
+_LOOK = 0.1
 
 
 class Backends(Protocol):
@@ -79,33 +77,13 @@ class Regions:
             self.of(pool)
 
     def populate(self) -> None:
-        """Take the page faults of every mapped pool now, on several threads; ends early on close.
-
-        It takes a second or more for every 4 GiB and thread in small pages, far less in huge ones.
-        """
-        steps = iter(
-            [
-                (region, offset)
-                for region in list(self._mapped.values())
-                for offset in range(0, region.descriptor.size, _POPULATE_STEP)
-            ]
-        )
-        helpers = [
-            threading.Thread(target=self._populate, args=(steps,), name=f"maru-populate-{number}", daemon=True)
-            for number in range(1, _populating_threads())
-        ]
-        for helper in helpers:
-            helper.start()
-        self._populate(steps)
-        for helper in helpers:
-            helper.join()
-
-    def _populate(self, steps: Iterator[tuple[Region, int]]) -> None:
-        """Take steps until there are none; a list's iterator gives each of them to one thread only."""
-        for region, offset in steps:
-            if self._closed:
-                return
-            region.populate(offset, _POPULATE_STEP)
+        """Take the page faults of every mapped pool now, which takes seconds for a large one; ends early on close."""
+        for region in list(self._mapped.values()):
+            population = Population(region)
+            while not population.reach(region.descriptor.size, timeout=_LOOK):
+                if self._closed:
+                    population.stop()
+                    return
 
     def of(self, pool: PoolDescriptor) -> Region:
         """The region of a pool, mapped on first use; raises BackendError, StaleEpoch."""
@@ -248,11 +226,6 @@ class Regions:
                 self._registrar.region_unmapping(region)
             self._host.region_unmapping(region)
             region.close()
-
-
-def _populating_threads() -> int:
-    """A quarter of the cores that this thread may use, as the engine starts on them meanwhile; from 1 to 8."""
-    return max(1, min(_POPULATE_THREADS, len(os.sched_getaffinity(0)) // 4))
 
 
 def _offset(pool: PoolDescriptor, entry: int) -> int:

@@ -6,6 +6,7 @@ Skipped where there is no CUDA device; ``pytest tests/transfer/test_device_cuda.
 from __future__ import annotations
 
 import resource
+import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -42,6 +43,13 @@ def buffers(nbytes: int, *, pinned: bool) -> list[memoryview]:
     return [memoryview(tensor.numpy()) for tensor in tensors]
 
 
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder whose files the driver registers: in shared memory."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="maru-cuda-") as folder:
+        yield Path(folder)
+
+
 @contextmanager
 def registered(folder: Path, nbytes: int, pieces: int | None) -> Iterator[tuple[PinnedPools, list[memoryview]]]:
     """Objects one after the other in a pool that is registered page by page, up to ``pieces`` pages."""
@@ -56,7 +64,7 @@ def registered(folder: Path, nbytes: int, pieces: int | None) -> Iterator[tuple[
     pools = PinnedPools(lambda: UpTo(0), piece=PAGE)
     pools.region_mapped(region)
     eventually(lambda: pools.stats()["state"] != "registering")
-    assert pieces is None or pools.stats()["pieces"] == pieces
+    assert pieces is None or pools.stats()["pieces"] == pieces, pools.stats()
     objects = [region.buffer[PAGE + 6 + i * nbytes : PAGE + 6 + (i + 1) * nbytes] for i in range(len(PARTS))]
     for buffer in objects:
         buffer[:] = b"\xab" * nbytes
@@ -75,11 +83,11 @@ def copies(objects: list[memoryview]) -> list[ChunkCopy]:
 
 @pytest.mark.parametrize("pieces", [None, 0, 4], ids=["all", "nothing", "a part"])
 @pytest.mark.parametrize("name", sorted(FORMS))
-def test_the_same_with_registered_pools(name, pieces, tmp_path):
+def test_the_same_with_registered_pools(name, pieces, memory):
     """R105 to R107: copies that cross the edges of registrations, and those that must go through a locked buffer."""
     engine = Engine.make(name, SIZE, 3)
     stored = engine.stored(32)
-    with registered(tmp_path, stored.nbytes, pieces) as (pools, objects):
+    with registered(memory, stored.nbytes, pieces) as (pools, objects):
         with closing(DeviceTransfer(on_device(engine), engine.paged, stored)) as transfer:
             transfer.use_pinned(pools)
             HeldTransfer(transfer, pools).store(TABLE, copies(objects))
@@ -97,11 +105,10 @@ def test_the_same_with_registered_pools(name, pieces, tmp_path):
             HeldTransfer(transfer, pools).load(TABLE, copies([buffer.toreadonly() for buffer in objects]))
         found = layers[0].cpu().numpy().view("u2").reshape(target.memory.shape)
         np.testing.assert_array_equal(found, expected.memory)
-        del found, buffer, objects
 
 
-def test_the_driver_refuses_what_the_fake_one_refuses(tmp_path):
-    region = FakeRegion(tmp_path / "pool", 64 * PAGE)
+def test_the_driver_refuses_what_the_fake_one_refuses(memory):
+    region = FakeRegion(memory / "pool", 64 * PAGE)
     torch.zeros(1, device="cuda")
     driver = CudaDriver(0)
     driver.attach()
@@ -122,6 +129,20 @@ def test_the_driver_refuses_what_the_fake_one_refuses(tmp_path):
         driver.unregister(address, 32 * PAGE)
     assert torch.ones(3, device="cuda").sum().item() == 3, "no error is left for the engine"
     driver.close()
+
+
+def test_a_pool_on_a_disk_is_not_registered_and_works(tmp_path):
+    """R107: the driver refuses files of ordinary file systems. Whatever it says, the bytes are right."""
+    engine = Engine.make("packed per token", SIZE, 3)
+    stored = engine.stored(32)
+    with registered(tmp_path, stored.nbytes, None) as (pools, objects):
+        stats = pools.stats()
+        assert stats["state"] == "registered" or "CUDA_ERROR" in stats["reason"]
+        with closing(DeviceTransfer(on_device(engine), engine.paged, stored)) as transfer:
+            transfer.use_pinned(pools)
+            HeldTransfer(transfer, pools).store(TABLE, copies(objects))
+        wanted = engine.naive_object(TABLE, *PARTS[0], 32)
+        np.testing.assert_array_equal(np.frombuffer(objects[0], wanted.dtype).reshape(wanted.shape), wanted)
 
 
 @pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
