@@ -43,7 +43,7 @@ def test_every_step_is_taken_once(size: int, threads: int) -> None:
 def test_what_is_reached_is_populated_up_to_there() -> None:
     permits = threading.Semaphore(0)
     region = Slow(6 * STEP, permits)
-    population = Population(region, step=STEP, threads=2)  # type: ignore[arg-type]
+    population = Population(region, step=STEP, threads=1)  # type: ignore[arg-type]
     assert population.reach(0, timeout=0)
     assert not population.reach(1, timeout=0.05)
     permits.release()
@@ -54,7 +54,17 @@ def test_what_is_reached_is_populated_up_to_there() -> None:
     for _ in range(4):
         permits.release()
     assert population.reach(6 * STEP, timeout=5)
-    assert len(region.threads) == 2
+
+
+def test_threads_work_side_by_side() -> None:
+    permits = threading.Semaphore(0)
+    region = Slow(6 * STEP, permits)
+    population = Population(region, step=STEP, threads=3)  # type: ignore[arg-type]
+    assert not population.reach(1, timeout=0.1)
+    assert len(region.asked) == len(region.threads) == 3
+    for _ in range(6):
+        permits.release()
+    assert population.reach(6 * STEP, timeout=5)
 
 
 def test_a_later_step_does_not_stand_for_an_earlier_one() -> None:

@@ -312,6 +312,14 @@ def test_parking_follows_the_engine() -> None:
         assert compat.parks_hits(config) is parks
 
 
+def test_only_engines_with_a_gpu_register_pools_and_not_when_told_not_to() -> None:
+    assert setup.pinned_pools(MaruConfig(), torch.device("cpu")) is None
+    assert setup.pinned_pools(MaruConfig(pin_pools=False), torch.device("cuda", 1)) is None
+    pools = setup.pinned_pools(MaruConfig(), torch.device("cuda", 1))
+    assert pools is not None
+    assert pools.stats()["state"] == "no pool", "nothing happens before a pool is mapped"
+
+
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
