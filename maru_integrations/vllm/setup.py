@@ -163,15 +163,14 @@ def open_link(plan: Plan, paged: PagedLayout, layers: list[Any]) -> Link:
         log.info("maru.transfer_engine", chosen=provision.name, asked=wanted, passed_over=passed)
         transfer = engine.open(layers, paged, plan.stored)
         pools = pinned_pools(plan.config, layers[0].device)
-        if pools is None:
-            return Link(connect(plan, "worker", device), transfer, plan.stored)
-        if isinstance(transfer, UsesPinnedMemory):
-            transfer.use_pinned(pools)
-        held = HeldTransfer(transfer, pools)
+        if pools is not None:
+            if isinstance(transfer, UsesPinnedMemory):
+                transfer.use_pinned(pools)
+            transfer = HeldTransfer(transfer, pools)
         try:
-            return Link(connect(plan, "worker", device, pools), held, plan.stored)
+            return Link(connect(plan, "worker", device, pools), transfer, plan.stored)
         except BaseException:
-            held.close()
+            transfer.close()
             raise
     known = sorted(host.engines())
     raise TransferError(f"maru_transfer_engine={wanted!r}: none of {known} can serve this engine: {passed}")
