@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import stat
@@ -13,8 +14,8 @@ from maru_core.protocol import PoolDescriptor
 
 #: madvise(2) since Linux 5.14, not yet named by Python. Enters pages into the page tables, writable.
 _MADV_POPULATE_WRITE: Final = 23
-#: Bytes per call of madvise, which holds the interpreter for as long as it takes.
-_POPULATE_SLICE: Final = 4 << 20
+#: Bytes per call of madvise, between two looks whether the region was closed.
+_POPULATE_SLICE: Final = 64 << 20
 
 
 class MappedRegion:
@@ -51,16 +52,22 @@ class MappedRegion:
 
     def populate(self, offset: int, length: int) -> None:
         """Take the page faults now: one costs more than copying the page that it is for."""
-        mapping = self._mapping
-        if mapping is None:
+        try:
+            view = memoryview(self.buffer)  # keeps the memory mapped meanwhile
+        except BackendError:
             return
-        end = min(offset + length, len(mapping))
+        # Not mmap.madvise(), which holds the interpreter for as long as it takes: threads of one process populate side
+        # by side.
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        end = min(offset + length, view.nbytes)
         start = max(0, offset) // mmap.PAGESIZE * mmap.PAGESIZE
         for position in range(start, end, _POPULATE_SLICE):
-            try:
-                mapping.madvise(_MADV_POPULATE_WRITE, position, min(_POPULATE_SLICE, end - position))
-            except OSError:  # an older kernel, or memory that cannot be populated: pages are entered as they are used
+            if self._buffer is None:
                 return
+            if madvise(address + position, min(_POPULATE_SLICE, end - position), _MADV_POPULATE_WRITE):
+                return  # an older kernel, or memory that cannot be populated: pages are entered as they are used
 
     def close(self) -> None:
         """Let go of the mapping. The kernel unmaps it when the last ``memoryview`` of it is gone."""

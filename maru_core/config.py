@@ -285,6 +285,12 @@ class MaruConfig:
         256, POSITIVE, "Tokens in one stored chunk; aligned to the engine's block size with a warning.", "tokens"
     )
     eager_map: bool = _setting(True, BOOLEAN, "Map every pool at start rather than at its first use.")
+    pin_pools: bool = _setting(
+        True,
+        BOOLEAN,
+        "Register mapped pools with the GPU's driver, in the background, so that the GPU copies from and to them by "
+        "itself. Only engines with a GPU do; where it cannot be done they go on without, slower.",
+    )
     transfer_engine: str = _setting(
         "auto", NAME, "How bytes move between pages and pools. `auto`: the best that supports the layout."
     )

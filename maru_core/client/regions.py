@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from maru_core.client.columns import check_place
-from maru_core.contracts import ReadExtent, Region, StorageBackend
+from maru_core.contracts import PoolRegistrar, ReadExtent, Region, StorageBackend
 from maru_core.errors import BackendError, MaruError, StaleEpoch
 from maru_core.pool_format import (
     DIGEST_SIZE,
@@ -26,6 +26,7 @@ from maru_core.pool_format import (
     State,
     unpack_header,
 )
+from maru_core.population import Population
 from maru_core.protocol.messages import NO_ENTRY, PoolDescriptor
 
 #: state, generation, length, (session, checksum), namespace digest: what proves that an object is still there.
@@ -35,8 +36,8 @@ _PROOF_OF_KEY = struct.Struct(f"{_PROOF.format}12x{KEY_SIZE}x{KEY_SIZE}s")
 
 #: Headers up to this many entries apart are acquired at once: a line more costs less than a call.
 _HEADER_GAP = 8
-#: Bytes that are populated between two looks whether the region was closed.
-_POPULATE_STEP = 16 * 1024 * 1024
+#: Seconds between two looks whether the regions were closed while they are populated.
+_LOOK = 0.1
 
 
 class Backends(Protocol):
@@ -61,8 +62,16 @@ class Backends(Protocol):
 class Regions:
     """Pools, mapped when first used or all at once. Thread-safe; after :meth:`close` everything raises StaleEpoch."""
 
-    def __init__(self, pools: Sequence[PoolDescriptor], host: Backends, digest: bytes) -> None:
+    def __init__(
+        self,
+        pools: Sequence[PoolDescriptor],
+        host: Backends,
+        digest: bytes,
+        registrar: PoolRegistrar | None = None,
+    ) -> None:
+        """``registrar``: follows what is mapped and unmapped here."""
         self._pools = tuple(pools)
+        self._registrar = registrar
         self._host = host
         self._digest = digest
         self._lock = threading.Lock()
@@ -93,10 +102,11 @@ class Regions:
     def populate(self) -> None:
         """Take the page faults of every mapped pool now, which takes seconds for a large one; ends early on close."""
         for region in list(self._mapped.values()):
-            for offset in range(0, region.descriptor.size, _POPULATE_STEP):
+            population = Population(region)
+            while not population.reach(region.descriptor.size, timeout=_LOOK):
                 if self._closed:
+                    population.stop()
                     return
-                region.populate(offset, _POPULATE_STEP)
 
     def of(self, pool: PoolDescriptor) -> Region:
         """The region of a pool, mapped on first use; raises BackendError, StaleEpoch."""
@@ -110,6 +120,8 @@ class Regions:
             if region is None:
                 region = self._host.backend(pool.backend).map_region(pool)
                 self._host.region_mapped(region)
+                if self._registrar is not None:
+                    self._registrar.region_mapped(region)
                 self._mapped[pool.pool] = region
                 self._let_go = False
             return region
@@ -313,6 +325,8 @@ class Regions:
     def _unmap(self, regions: Sequence[Region]) -> None:
         """Of regions that nobody finds here any more."""
         for region in regions:
+            if self._registrar is not None:
+                self._registrar.region_unmapping(region)
             self._host.region_unmapping(region)
             region.close()
 

@@ -227,3 +227,30 @@ def test_caches_are_only_minded_where_hosts_share_the_pool(hosts: bool) -> None:
     regions.close()
     regions.settle([2], [100])
     regions.settle_reserved([2])
+
+
+def test_a_registrar_hears_of_pools_while_they_are_mapped() -> None:
+    told: list[tuple[str, int]] = []
+
+    class Registrar:
+        def region_mapped(self, region: Region) -> None:
+            told.append(("mapped", region.buffer.nbytes))
+
+        def region_unmapping(self, region: Region) -> None:
+            told.append(("unmapping", region.buffer.nbytes))
+
+        def stats(self) -> dict[str, int]:
+            return {}
+
+    backend = FakeBackend()
+    requests = [PoolRequest(number, 1 << 18, GRANULE, number * 1000, None, f"t{number}") for number in range(2)]
+    pools = [backend.create_pool(request).region.descriptor for request in requests]
+    regions = Regions(pools, PluginHost.with_plugins({"fake": backend}), bytes(16), Registrar())
+    assert told == []
+    regions.map_all()
+    regions.map_all()
+    sizes = [pool.size for pool in pools]
+    assert told == [("mapped", size) for size in sizes]
+    regions.close()
+    regions.close()
+    assert told[2:] == [("unmapping", size) for size in sizes]

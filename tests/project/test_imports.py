@@ -28,7 +28,10 @@ MORE: dict[str, set[str]] = {
     "maru_core/server/metrics.py": {"prometheus_client"},
 }
 #: Modules that may not import torch although their package may.
-NO_TORCH = ("maru_transfer/plan.py", "maru_transfer/torch_copy_plugin.py")
+NO_TORCH = (
+    *("maru_transfer/plan.py", "maru_transfer/torch_copy_plugin.py"),
+    *("maru_transfer/cuda_driver.py", "maru_transfer/pinning.py", "maru_transfer/pinning_findings.py"),
+)
 #: Public names of the core for plugins that live outside of it, and for ours which is written like them.
 PUBLIC = {"config", "contracts", "errors", "geometry", "hookspecs", "plugin", "pool_format", "protocol", "sizes"}
 #: Lower layers of the core may not know higher ones.
