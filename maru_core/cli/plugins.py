@@ -26,7 +26,9 @@ def plugins(as_json: bool) -> None:
         click.echo(json.dumps([asdict(info) for info in report]))
         return
     for info in report:
-        provides = ", ".join(info.provides) or "hints only"
+        hints = [f"hints {', '.join(hook.removeprefix('maru_') for hook in info.hints)}"] if info.hints else []
+        gives = "; ".join([*filter(None, [", ".join(info.provides)]), *hints])
         built_in = "built in" if info.built_in else f"{info.distribution} {info.version}"
-        reason = f": {info.reason}" if info.reason else f" ({provides})"
-        click.echo(f"{info.name}  {info.status}  {built_in}{reason}")
+        reason = f": {info.reason}" if info.reason else f" ({gives})"
+        note = f"; {info.note}" if info.note else ""
+        click.echo(f"{info.name}  {info.status}  {built_in}{reason}{note}")

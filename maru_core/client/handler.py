@@ -204,7 +204,7 @@ class MaruHandler(KeyCalls):
         return self.batch_delete([key])[0]
 
     def stats(self) -> dict[str, Any]:
-        """What the server counts, and under ``client`` this handler's connection and what plugins report."""
+        """What the server counts, and under ``client`` this handler's connection and what plugins report and cost."""
         client = {
             "url": self._link.url,
             "epoch": self.epoch,
@@ -213,6 +213,7 @@ class MaruHandler(KeyCalls):
             "checksum_mismatches": self._checks.checksum_mismatches,
             "header_mismatches": self._checks.header_mismatches,
             "plugins": dict(self._host.hint_stats()),
+            "hints": self._host.hint_health(),
         }
         return {**self.server_stats(), "client": client}
 

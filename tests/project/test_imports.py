@@ -36,8 +36,8 @@ LAYERS = [
     {"checksum", "errors", "logs", "plugin", "sizes", "address"},
     {"pool_format", "geometry"},
     {"protocol"},
-    {"namespace", "keys", "contracts", "config", "access"},
-    {"hookspecs", "discovery", "plugin_checks", "fakes"},
+    {"namespace", "keys", "contracts", "discovery", "config", "access"},
+    {"hookspecs", "hints", "plugin_checks", "fakes"},
     {"host"},
 ]
 
