@@ -11,7 +11,7 @@ import pytest
 
 from maru_backends.cxl import CxlBackend
 from maru_core.contracts import PoolRequest, StorageBackend
-from tests.backends.contract import BackendContract
+from maru_core.testing_backend import BackendContract
 
 MIB = 1 << 20
 
