@@ -31,8 +31,9 @@ class Limits:
     #: A call on the hot path that takes longer is counted; one is given up that does so ``slow`` times.
     budget: float = 0.0002
     slow: int = 8
-    #: A call on the hot path that takes as long as this ends it at once.
-    hang: float = 0.1
+    #: A call on the hot path that takes as long as this ends it at once. Not less: where a container's share of the CPU
+    #: is used up, any code stands still for tenths of a second.
+    hang: float = 1.0
     #: Longest wait for a hook that is not on the hot path.
     wait: float = 2.0
     #: So many times it may raise, or answer what it may not.

@@ -8,7 +8,7 @@ worker). Hints run in clients only.
 
 The host bounds every hint, see :class:`maru_core.hints.Limits`: a plugin whose hints fail three times, or take too
 long, gets none of them called again in that process, with one warning. ``before_read`` and ``after_read`` have 0.2 ms,
-and one call of 0.1 s is the last; each other hint is waited for at most 2 s.
+and one call of 1 s is the last; each other hint is waited for at most 2 s.
 """
 
 from __future__ import annotations
