@@ -123,6 +123,20 @@ def test_backends_and_plugins_use_public_names_of_the_core() -> None:
     assert private == []
 
 
+def test_the_example_of_a_vendor_uses_public_names_only() -> None:
+    """Of Maru the public modules, and beside them what its pyproject.toml declares."""
+    folder = ROOT / "examples/vendor-plugin/maru_example_vendor"
+    allowed = {"maru_example_vendor", "attrs", "maru_core", *sys.stdlib_module_names}
+    wrong = []
+    for path in sorted(folder.rglob("*.py")):
+        for module, line in imports(path):
+            parts = module.split(".")
+            if parts[0] not in allowed or (parts[0] == "maru_core" and parts[1] not in PUBLIC):
+                wrong.append(f"{path.name}:{line} {module}")
+    assert list(folder.rglob("*.py"))
+    assert wrong == []
+
+
 def modules_of(package: str) -> list[str]:
     names = []
     for path in sources(package):
