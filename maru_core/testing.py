@@ -47,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Take the caller's settings and installed plugins away, before anything is collected."""
     config.addinivalue_line("markers", "installed_plugins: may discover the plugins that are installed on this host")
+    pytest.register_assert_rewrite("maru_core.testing_backend")
     patch = pytest.MonkeyPatch()
     for name in [name for name in os.environ if name.startswith(ENVIRON_PREFIX)]:
         patch.delenv(name)

@@ -216,7 +216,7 @@ class MaruHandler(KeyCalls):
         return self.batch_delete([key])[0]
 
     def stats(self) -> dict[str, Any]:
-        """What the server counts, and under ``client`` this handler's connection and what plugins report."""
+        """What the server counts, and under ``client`` this handler's connection and what plugins report and cost."""
         client = {
             "url": self._link.url,
             "epoch": self.epoch,
@@ -225,6 +225,7 @@ class MaruHandler(KeyCalls):
             "checksum_mismatches": self._checks.checksum_mismatches,
             "header_mismatches": self._checks.header_mismatches,
             "plugins": dict(self._host.hint_stats()),
+            "hints": self._host.hint_health(),
         }
         if self._registrar is not None:
             client["registration"] = dict(self._registrar.stats())

@@ -24,7 +24,7 @@ from maru_core.contracts import PoolRequest, StorageBackend
 from maru_core.errors import BackendError
 from maru_core.pool_format import SUPERBLOCK_SIZE, plan_pool, unpack_superblock
 from maru_core.protocol import PoolDescriptor
-from tests.backends.contract import BackendContract
+from maru_core.testing_backend import BackendContract
 
 MIB = 1 << 20
 

@@ -30,7 +30,7 @@ from maru_backends.places import Place, address_of, huge_pages_allowed
 from maru_core.contracts import PoolPlan, PoolRequest, PoolWish, StorageBackend
 from maru_core.errors import BackendError
 from maru_core.pool_format import SUPERBLOCK_SIZE, unpack_superblock
-from tests.backends.contract import BackendContract
+from maru_core.testing_backend import BackendContract
 from tests.backends.fake_sysfs import FakeSysfs
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -2,6 +2,8 @@
 
 ::
 
+    from maru_core.testing_backend import BackendContract
+
     class TestAcme(BackendContract):
         @pytest.fixture
         def backend(self): return AcmeBackend()
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgpack
 import pytest
@@ -53,7 +56,7 @@ class BackendContract:
         """``create(**changes)``: a pool as in ``ask``, destroyed after the test."""
         made: list[Pool] = []
 
-        def make(**changes: object) -> Pool:
+        def make(**changes: Any) -> Pool:
             pool = backend.create_pool(evolve(ask, **changes))
             made.append(pool)
             return pool
@@ -144,7 +147,7 @@ class BackendContract:
         self, create: Create, backend: StorageBackend, change: str
     ) -> None:
         d = create().region.descriptor
-        other = {
+        other: Any = {
             "identity": bytes(16),
             "size": d.size + 4096,
             "granule": d.granule // 2,
@@ -169,7 +172,7 @@ class BackendContract:
         ids=str,
     )
     def test_an_impossible_descriptor_is_refused(
-        self, create: Create, backend: StorageBackend, change: dict[str, object]
+        self, create: Create, backend: StorageBackend, change: dict[str, Any]
     ) -> None:
         d = create().region.descriptor
         if self.finds_moved and "location" in change:
@@ -259,7 +262,8 @@ class BackendContract:
         assert backend.adopt_pool(evolve(ask, owner="somebody-else")) is None
         pool.leave()
         pool.leave()
-        for change in ({"size": ask.size * 2}, {"granule": ask.granule * 2}, {"pool": 1}):
+        changes: tuple[dict[str, Any], ...] = ({"size": ask.size * 2}, {"granule": ask.granule * 2}, {"pool": 1})
+        for change in changes:
             assert backend.adopt_pool(evolve(ask, **change)) is None, change
         again = backend.adopt_pool(ask)
         assert again is not None
