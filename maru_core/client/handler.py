@@ -145,7 +145,7 @@ class MaruHandler(KeyCalls):
         try:
             grants = self._reserve(taken, [self.key(key) for key in keys], [view.nbytes for view in views])
             for index in grants.new:
-                self.view(grants.epoch, grants.entries[index], grants.lengths[index])[:] = views[index]
+                self.room(grants, index)[:] = views[index]
             results = [REFUSALS.get(ReserveStatus(status), StoreResult.STORED) for status in grants.statuses]
             for index, status in zip(grants.new, self.commit(grants, checksums=True), strict=True):
                 if status != CommitStatus.OK:

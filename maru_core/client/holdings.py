@@ -116,6 +116,10 @@ class Holdings:
             self._check(holder)
             self._writing.update(zip(entries, generations, strict=True))
 
+    def writing(self) -> list[int]:
+        """First entries of what is reserved."""
+        return list(self._writing)
+
     def wrote(self, entries: Iterable[int], generations: Iterable[int]) -> None:
         """These are not written any more."""
         writing = self._writing

@@ -282,6 +282,8 @@ class Upkeep:
                 if self._goodbye_to is session and self._may_end:
                     self._gather(0.0)
                     self._flush(session, closing=True)
+                    # The server gives the pages of reservations that nobody has ended to others.
+                    session.regions.settle_reserved(self._link.holdings.writing())
                     self._request(Op.BYE, session.epoch, session.id, (), _farewell_of(session), closing=True)
             except MaruError as error:
                 self._link.note("debug", "goodbye not delivered", url=self._link.url, reason=str(error))
