@@ -17,8 +17,8 @@ from scripts.vm.packages import NotRun
 NOT_RUN = 77
 #: Makes devices of namespaces that have not been any yet.
 MAKE_DEVICES = (
-    'for n in 0 1; do [ -e /sys/bus/nd/devices/namespace$n.0 ] && [ ! -e /dev/dax$n.0 ] && '
-    'ndctl create-namespace --force --mode=devdax --align=2M --reconfig=namespace$n.0 >/dev/null; done; ls /dev/dax*'
+    "for n in 0 1; do [ -e /sys/bus/nd/devices/namespace$n.0 ] && [ ! -e /dev/dax$n.0 ] && "
+    "ndctl create-namespace --force --mode=devdax --align=2M --reconfig=namespace$n.0 >/dev/null; done; ls /dev/dax*"
 )
 
 

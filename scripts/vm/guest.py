@@ -168,7 +168,15 @@ def running(
     arguments = [
         # Ended by the kernel with the process that runs the tests, however that ends.
         *("setpriv", "--pdeathsig", "KILL"),
-        *(str(tools.path("qemu-system-x86_64")), "-nodefaults", "-uuid", str(identity), "-no-reboot", "-display", "none"),
+        *(
+            str(tools.path("qemu-system-x86_64")),
+            "-nodefaults",
+            "-uuid",
+            str(identity),
+            "-no-reboot",
+            "-display",
+            "none",
+        ),
         *("-accel", "tcg,thread=multi", "-cpu", "max,la57=off", "-smp", "1"),
         *("-machine", "q35,nvdimm=on", "-m", f"{memory}M,slots={max(1, len(devices))},maxmem=8G"),
         *("-kernel", str(image.kernel), "-initrd", str(image.initramfs)),
