@@ -23,12 +23,14 @@ from attrs import evolve
 
 from maru_backends import devdax
 from maru_backends.capacity import Available, available_memory
+from maru_backends.checkup import check_cxl
 from maru_backends.locks import lock_alone, lock_shared, own, unlock
 from maru_backends.mapped import MappedRegion, check_block, check_geometry
 from maru_backends.origin import ID_SIZE, Host, place_of
 from maru_backends.ownership import Known, OwnerRecord, ended, left, pack_record, refusal
 from maru_backends.places import Flusher, Place, address_of, no_room
-from maru_core.contracts import BackendProvision, PoolPlan, PoolRequest, PoolWish, StorageBackend
+from maru_core.config import MaruConfig
+from maru_core.contracts import BackendProvision, Finding, PoolPlan, PoolRequest, PoolWish, StorageBackend
 from maru_core.errors import BackendError
 from maru_core.plugin import hookimpl
 from maru_core.pool_format import SUPERBLOCK_SIZE, Superblock, pack_superblock, plan_pool
@@ -135,6 +137,10 @@ class CxlPool:
             self.note(left(self._record))
             self._region.close()
             os.close(fd)
+
+    def nobody_left(self) -> None:
+        """No client of other hosts has it mapped any more; those of this host have locks."""
+        self._record = evolve(self._record, abroad=False)
 
     def destroy(self) -> None:
         """Unmap the pool, which nobody can map or take over any more; the device stays and says that it is released."""
@@ -315,10 +321,17 @@ class CxlBackend:
         record = OwnerRecord.of_this(request.owner, request.pool, host, node, abroad=request.shared_by_hosts)
         pool = CxlPool(region, fd, place, record, known.sequence)
         try:
+            # No lock keeps apart who has another node of the device, or another host: these looks make it unlikely that
+            # two start in the same moment without seeing each other.
+            if place.look(fd, flusher) != known:
+                raise BackendError(_in_use(place, place.look(fd, flusher)))
             # From here on the device is ours, and for now there is no pool on it.
             pool.note(record)
             pool.invalidate()
             _clear(region, descriptor.table_offset, descriptor.data_offset)
+            now = place.look(fd, flusher)
+            if now.record != record:
+                raise BackendError(_in_use(place, now))
             block = Superblock(
                 granule=descriptor.granule,
                 entry_count=descriptor.entry_count,
@@ -334,7 +347,8 @@ class CxlBackend:
             region.write_back(0, SUPERBLOCK_SIZE)
             unlock(fd)
         except BaseException:
-            pool.note(ended(record, mapped=False))
+            if place.look(fd, flusher).record == record:
+                pool.note(ended(record, mapped=False))
             region.close()
             raise
         return pool
@@ -423,7 +437,19 @@ class CxlBackend:
 @hookimpl
 def maru_storage_backends() -> Sequence[BackendProvision]:
     """The ``cxl`` backend."""
-    return [BackendProvision(NAME, CxlBackend, summary="CXL memory: DAX devices, or files that stand in for them")]
+    summary = "CXL memory: DAX devices, or files that stand in for them"
+    return [BackendProvision(NAME, CxlBackend, summary=summary, diagnose=diagnose)]
+
+
+def diagnose(config: MaruConfig) -> Sequence[Finding]:
+    """What ``maru doctor`` says: the devices, and whether hosts that are not coherent could share them."""
+    found = load_flusher()
+    if isinstance(found, str):
+        needed = config.visibility == "hosts"
+        native = Finding("error" if needed else "note", "cache flushing", f"pools cannot be shared by hosts: {found}")
+    else:
+        native = Finding("ok", "cache flushing", "pools can be shared by hosts that are not coherent with each other")
+    return [*check_cxl(config), native]
 
 
 #: What is written over a superblock that is to be none any more.

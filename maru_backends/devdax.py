@@ -121,6 +121,13 @@ def discover(sysfs: Path = SYSFS, dev: Path = DEV) -> list[DaxDevice]:
     return [_read(name, names[name], str(dev / name)) for name in found]
 
 
+def _size(folder: Path, path: str) -> int:
+    size = _number(folder / "size")
+    if size is None or size < 0:
+        raise BackendError(f"cannot use {path}: {folder}/size is missing or no number")
+    return size
+
+
 def find(path: str | os.PathLike[str], sysfs: Path = SYSFS) -> DaxDevice:
     """The device whose node is at ``path``, links followed; raises BackendError when it is none, or says nothing.
 
@@ -151,14 +158,12 @@ def of_number(number: int, path: str, sysfs: Path = SYSFS) -> DaxDevice:
     subsystem = os.path.basename(os.path.realpath(folder / "subsystem"))
     if subsystem != "dax" and not _NAME.fullmatch(folder.name):
         raise BackendError(f"{path} is character device {digits} ({folder.name}), which is not a DAX device")
+    _size(folder, path)
     return _read(folder.name, folder, path)
 
 
 def _read(name: str, folder: Path, path: str) -> DaxDevice:
     folder = Path(os.path.realpath(folder))
-    size = _number(folder / "size")
-    if size is None:
-        raise BackendError(f"cannot use {path}: {folder}/size is missing or no number")
     align = _number(folder / "align")
     said = align is not None and align > 0
     if not align or align < 0:
@@ -169,7 +174,7 @@ def _read(name: str, folder: Path, path: str) -> DaxDevice:
     return DaxDevice(
         name=name,
         path=path,
-        size=max(0, size),
+        size=max(0, _number(folder / "size") or 0),
         align=align,
         align_said=said,
         mode=_mode(folder),

@@ -284,7 +284,7 @@ class _Opener:
         try:
             self._catch_up(link, request, session)
             self._tell_sizes(session)
-            if self._config.eager_map and self._role != "scheduler" and not resumed:
+            if self._config.eager_map and self._role != "scheduler" and (not resumed or session.regions.was_let_go):
                 self._map(session)
             self._host.session_opened(self._name, self._role)
         except BaseException:

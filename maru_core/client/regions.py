@@ -69,6 +69,23 @@ class Regions:
         self._mapped: dict[int, Region] = {}
         self._closed = False
         self._shared_by_hosts = any(pool.flush for pool in pools)
+        self._let_go = False
+
+    @property
+    def was_let_go(self) -> bool:
+        """Whether :meth:`let_go` unmapped something that was not mapped again since."""
+        return self._let_go
+
+    def let_go(self) -> None:
+        """Unmap pools whose memory is in the way of the next server's; each is mapped again when it is used."""
+        with self._lock:
+            regions = [region for region in self._mapped.values() if getattr(region, "in_place", False)]
+            self._let_go = self._let_go or bool(regions)
+            for region in regions:
+                del self._mapped[region.descriptor.pool]
+        for region in regions:
+            self._host.region_unmapping(region)
+            region.close()
 
     def map_all(self) -> None:
         """Map every pool; raises BackendError."""
@@ -96,6 +113,7 @@ class Regions:
                 region = self._host.backend(pool.backend).map_region(pool)
                 self._host.region_mapped(region)
                 self._mapped[pool.pool] = region
+                self._let_go = False
             return region
 
     def view(self, entry: int, length: int) -> memoryview:
@@ -114,7 +132,7 @@ class Regions:
         try:
             return region.buffer[offset : offset + length]
         except (ValueError, BackendError):
-            if not self._closed:
+            if not (self._closed or self._let_go):
                 raise
             raise _gone() from None
 
@@ -157,7 +175,7 @@ class Regions:
             for region, offset, length in self._runs(entries, lengths):
                 region.publish(offset, length)
         except (ValueError, BackendError):
-            if not self._closed:
+            if not (self._closed or self._let_go):
                 raise
             raise _gone() from None
 
@@ -223,7 +241,7 @@ class Regions:
                 offset = table + entry * HEADER_SIZE
                 verdicts.append(unpack(buffer, offset + HEADER_VIEW_OFFSET) == (ready, generation, length, digest))
         except (ValueError, BackendError, StaleEpoch):
-            if not self._closed:
+            if not (self._closed or self._let_go):
                 raise
             return [False] * len(entries)
         return verdicts
@@ -262,7 +280,7 @@ class Regions:
             region.acquire(offset, HEADER_SIZE)
             found = _PROOF_OF_KEY.unpack_from(region.buffer, offset + HEADER_VIEW_OFFSET)
         except (ValueError, BackendError, StaleEpoch):
-            if not self._closed:
+            if not (self._closed or self._let_go):
                 raise
             return False
         return found == (State.READY, generation, length, self._digest, key)
@@ -276,7 +294,7 @@ class Regions:
             region.acquire(offset, HEADER_SIZE)
             return unpack_header(region.buffer[offset : offset + HEADER_SIZE])
         except (ValueError, BackendError):
-            if not self._closed:
+            if not (self._closed or self._let_go):
                 raise
             raise _gone() from None
 
@@ -296,4 +314,6 @@ def _offset(pool: PoolDescriptor, entry: int) -> int:
 
 
 def _gone() -> StaleEpoch:
-    return StaleEpoch("the pools were unmapped: the server restarted or the handler was closed; look the keys up again")
+    return StaleEpoch(
+        "the pools were unmapped: the server restarted or is away, or the handler was closed; look the keys up again"
+    )

@@ -160,6 +160,7 @@ def test_a_device_without_a_size_is_an_error(sysfs: FakeSysfs) -> None:
     sysfs.add("dax0.0", {"size": "much", "align": "2097152"}, number=number_of())
     with pytest.raises(BackendError, match="size is missing or no number"):
         find(NODE, sysfs.root)
+    assert only(sysfs).problem is not None, "and the others are listed all the same"
 
 
 def test_a_device_that_is_not_there_is_told_apart_from_one_without_a_node(sysfs: FakeSysfs, tmp_path: Path) -> None:
