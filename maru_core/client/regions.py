@@ -207,7 +207,11 @@ class Regions:
         pool = check_place(first, size, self._pools)
         pages = -(-size // pool.granule)
         inside = entries[-1] < pool.entry_base + pool.entry_count
-        if inside and lengths.count(size) == count and entries == array("I", range(first, first + count * pages, pages)):
+        if (
+            inside
+            and lengths.count(size) == count
+            and entries == array("I", range(first, first + count * pages, pages))
+        ):
             # The usual case, a whole reservation from free space that is not fragmented.
             check_place(entries[-1], size, (pool,))
             yield self.of(pool), _offset(pool, first), (count - 1) * pages * pool.granule + size
