@@ -72,6 +72,10 @@ class Job:
         except FileNotFoundError:
             return None
 
+    def kill(self) -> None:
+        """End it and all that it started, at once."""
+        self.guest.run(f"kill -KILL -- -$(cat /jobs/{self.stem.name}.pid)")
+
     def wait(self, seconds: float, *, code: int | None = 0) -> str:
         """Its output once it has ended; raises GuestError when it takes longer or ends otherwise than with ``code``.
 
@@ -117,7 +121,8 @@ class Guest:
         self._jobs += 1
         stem = self.folder / "jobs" / f"{self._jobs:03}"
         written = stem.with_suffix(".new")
-        written.write_text(command + "\n")
+        # Of a session of its own, see agent.sh.
+        written.write_text(f"echo $$ >/jobs/{stem.name}.pid\n{command}\n")
         written.rename(stem.with_suffix(".job"))
         return Job(self, command, stem)
 
