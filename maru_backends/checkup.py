@@ -103,9 +103,8 @@ def _device(device: DaxDevice, *, broken: bool) -> Iterator[Finding]:
         yield Finding("error" if broken else "warning", device.path, f"{device.describe()}: {error}")
     else:
         yield Finding("ok", device.path, f"{device.describe()}\n{state}")
-    for doubt in device.doubts:
-        reason, _, remedy = doubt.partition(": ")
-        yield Finding("warning", device.path, reason, remedy)
+    for doubt, remedy in device.doubts:
+        yield Finding("warning", device.path, doubt, remedy)
 
 
 def _named(path: str, sysfs: Path) -> Iterator[Finding]:

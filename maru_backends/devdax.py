@@ -80,21 +80,27 @@ class DaxDevice:
         return None
 
     @property
-    def doubts(self) -> list[str]:
-        """What works, but hardly as it was meant, with the remedy of each."""
+    def doubts(self) -> list[tuple[str, str]]:
+        """What works, but hardly as it was meant, each with its remedy, which may be empty."""
         found = []
         if self.align < DEFAULT_ALIGN:
             found.append(
-                f"{self.name} is aligned to {format_size(self.align)}, so that it is mapped in small pages, which is "
-                f"slow: `ndctl create-namespace -f -e namespaceX.Y -m devdax --align=2M`"
+                (
+                    f"{self.name} is aligned to {format_size(self.align)}: it is mapped in small pages, which is slow",
+                    "`ndctl create-namespace -f -e namespaceX.Y -m devdax --align=2M`",
+                )
             )
         if self.size < SMALL:
             found.append(
-                f"{self.name} has {format_size(self.size)}: little for a pool, and some kernels refuse to map so small "
-                f"a device: `ndctl create-namespace -f -e namespaceX.Y -m devdax --size=SIZE` makes a larger one"
+                (
+                    f"{self.name} has {format_size(self.size)}: little for a pool, and some kernels refuse to map it",
+                    "`ndctl create-namespace -f -e namespaceX.Y -m devdax --size=SIZE` makes a larger one",
+                )
             )
         if not self.align_said:
-            found.append(f"this kernel does not tell the alignment of {self.name}: {self.align} bytes are assumed")
+            found.append(
+                (f"this kernel does not tell the alignment of {self.name}: {self.align} bytes are assumed", "")
+            )
         return found
 
     def describe(self) -> str:

@@ -130,10 +130,9 @@ class Place:
         try:
             return mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         except (OSError, ValueError, OverflowError) as error:
-            doubts = "; ".join([] if self.device is None else self.device.doubts)
-            raise BackendError(
-                f"cannot map {size} bytes: {error} ({self.describe()})" + (f"; {doubts}" if doubts else "")
-            ) from error
+            doubts = [] if self.device is None else self.device.doubts
+            hints = "".join(f"; {doubt}: {remedy}" for doubt, remedy in doubts)
+            raise BackendError(f"cannot map {size} bytes: {error} ({self.describe()}){hints}") from error
 
     def look(self, fd: int, flusher: Flusher | None) -> Known:
         """What the first page of an open one says; all zero if it is a file that is not that long yet."""

@@ -82,6 +82,7 @@ class TestDevice(TestFolder):
     """A real device."""
 
     one_place = True
+    finds_moved = True
 
     @pytest.fixture
     def ask(self) -> PoolRequest:
