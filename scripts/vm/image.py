@@ -17,7 +17,7 @@ from typing import Final
 
 from attrs import frozen
 
-from scripts.vm.packages import NotRun, Tools, command, fetch_kernel, fetch_tools
+from scripts.vm.packages import Archive, NotRun, Tools, command, fetch_kernel, fetch_tools
 
 ROOT: Final = Path(__file__).resolve().parent.parent.parent
 HERE: Final = Path(__file__).resolve().parent
@@ -113,19 +113,23 @@ def is_built(image: Image) -> bool:
 def build(image: Image) -> None:
     """Make everything new; raises NotRun when this host cannot."""
     check_host()
-    for name in (STAMP, "root", "tools", "kernel", "system", "initramfs"):
+    for name in (STAMP, "root", "tools", "kernel", "system", "initramfs", "archive"):
         remove(image.folder / name)
     say("downloading the emulator and a kernel")
-    tools = fetch_tools(image.tools.root)
-    fetch_kernel(image.folder / "kernel")
+    archive = Archive(image.folder / "archive")
+    archive.refresh()
+    tools = fetch_tools(archive, image.tools.root)
+    fetch_kernel(archive, image.folder / "kernel")
     say(f"making a root folder of {SUITE} (one to two minutes)")
+    mirror = archive.mirror(SUITE)
     command(
         [
-            tools.path("debootstrap"),
-            *("--variant=minbase", f"--include={','.join(GUEST_PACKAGES)}", SUITE, image.root),
+            *(tools.path("debootstrap"), "--variant=minbase", f"--include={','.join(GUEST_PACKAGES)}"),
+            *(SUITE, image.root, *([] if mirror is None else [mirror])),
         ],
         tools.environ,
     )
+    remove(archive.folder)
     say("putting drivers and Python packages into it")
     install_drivers(image)
     install_python(image)
@@ -184,8 +188,11 @@ def pack(image: Image, folder: str, target: Path) -> None:
 
 
 def requirements() -> list[str]:
-    """What Maru's metadata asks for, extras left out, and what the tests need."""
-    asked = metadata.requires("maru-kv") or []
+    """What Maru's metadata asks for, extras left out, and what the tests need; raises NotRun."""
+    try:
+        asked = metadata.requires("maru-kv") or []
+    except metadata.PackageNotFoundError as error:
+        raise NotRun("Maru is not installed in this environment; run scripts/setup-env.sh") from error
     return [*(line for line in asked if "extra ==" not in line), *TEST_PACKAGES]
 
 
@@ -231,7 +238,7 @@ def lay_checkout(image: Image) -> None:
 
 def compile_inside(image: Image, folder: str) -> None:
     """Compile with the guest's own Python: emulated, it would take minutes."""
-    command(["chroot", image.root, "python3", "-m", "compileall", "-q", "-j2", folder])
+    command(["chroot", image.root, "python3", "-m", "compileall", "-q", folder])
 
 
 def remove(path: Path) -> None:

@@ -19,19 +19,22 @@ KERNEL_PACKAGE: Final = "linux-image-amd64"
 
 _KERNEL: Final = re.compile(r"linux-image-\d[\w.+-]*-amd64")
 #: Seconds for one command; a mirror that hangs must not hang the tests.
-_PATIENCE: Final = 600
+_PATIENCE: Final = 300
 
 
 class NotRun(Exception):
     """The machines cannot be built here; the message says why. No failure of what they are to test."""
 
 
-def command(arguments: Sequence[str | os.PathLike[str]], environ: Mapping[str, str] | None = None) -> str:
-    """Run one step of the building and return what it printed; raises NotRun with its last lines."""
+def command(
+    arguments: Sequence[str | os.PathLike[str]], environ: Mapping[str, str] | None = None, folder: Path | None = None
+) -> str:
+    """Run one step of the building, in ``folder``, and return what it printed; raises NotRun with its last lines."""
     shown = " ".join(map(str, arguments))
     try:
         done = subprocess.run(
             arguments,
+            cwd=folder,
             env={**os.environ, "DEBIAN_FRONTEND": "noninteractive", **(environ or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -82,34 +85,57 @@ class Tools:
         return found
 
 
-def fetch_tools(target: Path) -> Tools:
-    """Unpack the host's tools and what they depend on below ``target``; raises NotRun."""
-    archives = target.parent / "archives"
-    (archives / "partial").mkdir(parents=True, exist_ok=True)
-    command(
-        [
-            *("apt-get", "install", "--yes", "--no-install-recommends", "--download-only"),
-            *("-o", f"Dir::Cache::archives={archives}", "-o", "APT::Keep-Downloaded-Packages=true"),
-            *("-o", "APT::Sandbox::User=root"),
-            *HOST_PACKAGES,
-        ]
-    )
-    for package in archives.glob("*.deb"):
-        command(["dpkg", "-x", package, target])
-    shutil.rmtree(archives)
-    target.mkdir(exist_ok=True)
+@frozen
+class Archive:
+    """Debian's package archive as this host reaches it, with lists of our own below ``folder``."""
+
+    folder: Path
+
+    def refresh(self) -> None:
+        """Read the lists anew; raises NotRun."""
+        (self.folder / "lists" / "partial").mkdir(parents=True, exist_ok=True)
+        (self.folder / "packages" / "partial").mkdir(parents=True, exist_ok=True)
+        self.apt("apt-get", "update")
+
+    def apt(self, *arguments: str) -> str:
+        """Carry out a command that changes nothing of the host; raises NotRun."""
+        return command(
+            [
+                *arguments,
+                *("-o", f"Dir::State::lists={self.folder / 'lists'}"),
+                *("-o", f"Dir::Cache={self.folder}", "-o", f"Dir::Cache::archives={self.folder / 'packages'}"),
+                # Hooks of the host would look after its own files.
+                *("-o", "APT::Update::Post-Invoke-Success::=true", "-o", "APT::Keep-Downloaded-Packages=true"),
+                *("-o", "APT::Sandbox::User=root"),
+            ],
+            folder=self.folder / "packages",
+        )
+
+    def mirror(self, suite: str) -> str | None:
+        """Where the host gets a suite from; ``None`` when it gets none of that name."""
+        lines = self.apt("apt-get", "indextargets", "--format", "$(RELEASE) $(SITE)", "Created-By: Packages")
+        sites = [line.split(" ", 1)[1] for line in lines.splitlines() if line.split(" ")[0] == suite]
+        return sites[0] if sites else None
+
+    def unpack(self, target: Path) -> None:
+        """Unpack what was downloaded below ``target``, and forget it; raises NotRun."""
+        target.mkdir(exist_ok=True)
+        for package in (self.folder / "packages").glob("*.deb"):
+            command(["dpkg", "-x", package, target])
+            package.unlink()
+
+
+def fetch_tools(archive: Archive, target: Path) -> Tools:
+    """Unpack the host's tools, and what they need that the host has not, below ``target``; raises NotRun."""
+    archive.apt("apt-get", "install", "--yes", "--no-install-recommends", "--download-only", *HOST_PACKAGES)
+    archive.unpack(target)
     return Tools(target)
 
 
-def fetch_kernel(target: Path) -> None:
+def fetch_kernel(archive: Archive, target: Path) -> None:
     """Unpack the generic kernel of the distribution below ``target``; raises NotRun."""
-    names = _KERNEL.findall(command(["apt-cache", "depends", KERNEL_PACKAGE]))
+    names = _KERNEL.findall(archive.apt("apt-cache", "depends", KERNEL_PACKAGE))
     if not names:
         raise NotRun(f"{KERNEL_PACKAGE} names no kernel; is this a Debian for amd64?")
-    archives = target.parent / "kernel-archive"
-    archives.mkdir(exist_ok=True)
-    # `apt-get download` writes into the current folder.
-    command(["sh", "-c", f"cd '{archives}' && apt-get download -o APT::Sandbox::User=root {names[-1]}"])
-    (package,) = archives.glob("*.deb")
-    command(["dpkg", "-x", package, target])
-    shutil.rmtree(archives)
+    archive.apt("apt-get", "download", names[-1])
+    archive.unpack(target)

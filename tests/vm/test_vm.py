@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,6 +49,8 @@ class World:
     _stack: ExitStack
     _ends: dict[str, ExitStack] = field(factory=dict)
     guests: dict[str, Guest] = field(factory=dict)
+    #: The one that is shared.
+    server: Job | None = None
 
     def boot(self, name: str, devices: int) -> Guest:
         """Start a machine with the first devices; it ends with the world."""
@@ -92,7 +95,8 @@ class World:
 
 def last(output: str) -> dict[str, Any]:
     """The last line of JSON in what a handler printed."""
-    found = [line for line in output.splitlines() if line.startswith("{")]
+    # The very last one may not be complete yet.
+    found = [line for line in output.splitlines() if line.startswith("{") and line.endswith("}")]
     assert found, output
     told: dict[str, Any] = json.loads(found[-1])
     return told
@@ -160,7 +164,8 @@ def pair(world: World, a: Guest) -> World:
     if native.load() is None:
         pytest.skip(f"not run: hosts share a pool only where caches can be flushed, and {native.why_not()}")
     make_keys(a)
-    serve(a).says("serving", 60)
+    world.server = serve(a)
+    world.server.says("serving", 60)
     world.boot("b", 1)
     world.give_keys("a", "b")
     return world
@@ -184,6 +189,28 @@ def test_what_one_host_stores_the_other_reads_byte_exact(pair: World) -> None:
             assert told == {"exact": COUNT, "missing": 0, "wrong": []}
     pool = status(pair.guests["a"])["pools"][0]
     assert (pool["backend"], pool["location"], pool["objects"]) == ("cxl", "/dev/dax0.0", 2 * COUNT)
+
+
+def test_after_a_killed_server_both_hosts_go_on(pair: World) -> None:
+    asking = {name: pair.node(name, "a", "ask", f"of-{name}", COUNT, "/tmp/killed") for name in "ab"}
+    for job in asking.values():
+        job.says('"hits"', 60)
+    assert pair.server is not None
+    pair.server.kill()
+    pair.server = serve(pair.guests["a"])
+    pair.server.says("serving", 60)
+    for name, job in asking.items():
+        hits = last(job.output)["hits"]
+        pair.guests[name].until(partial(has_hits, job, hits + 3), 60, "it does not find its objects again", job)
+        pair.guests[name].run("touch /tmp/killed")
+        told = last(job.wait(60))
+        assert told["wrong"] == []
+        assert told["longest"] < DEADLINE + 2
+
+
+def has_hits(job: Job, count: int) -> bool:
+    """Whether a handler that goes on asking has found so many objects."""
+    return bool(last(job.output)["hits"] >= count)
 
 
 def test_pages_of_a_host_that_died_stay_until_the_operator_says_so(pair: World) -> None:
@@ -214,12 +241,12 @@ def test_pages_of_a_host_that_died_stay_until_the_operator_says_so(pair: World) 
     (dead,) = [session for session in sessions(a, "b") if session["reserved"]]
     assert not dead["proof"]
     assert dead["reserved"] == held_bytes
-    before = status(a)["pools"][0]
     a.run("touch /tmp/enough")
     told = last(asking.wait(60))
     assert told["wrong"] == []
     assert told["misses"] == 0
     assert told["stored"] > 0
+    before = status(a)["pools"][0]
 
     a.run(
         "python3 -m maru_core.cli admin --runtime-dir /tmp/runtime --keys /tmp/keys --timeout 20 "
