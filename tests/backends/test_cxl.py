@@ -279,6 +279,7 @@ def test_what_is_left_is_kept_for_its_owner_and_what_is_destroyed_for_nobody(ask
     backend = quick()
     pool = backend.create_pool(ask)
     identity = pool.region.descriptor.identity
+    assert backend.adopt_pool(ask) is None, "its owner lives"
     pool.leave()
     with pytest.raises(BackendError, match="left for the next server of its runtime folder"):
         backend.create_pool(evolve(ask, owner="another"))
@@ -295,6 +296,17 @@ def test_what_is_left_is_kept_for_its_owner_and_what_is_destroyed_for_nobody(ask
     record = read_record(page_of(ask.path))[0]
     assert record is not None
     assert (record.state, record.mapped, record.owner) == ("released", False, "another")
+
+
+def test_a_new_pool_starts_empty_whatever_the_device_holds(ask: PoolRequest) -> None:
+    backend = quick()
+    pool = backend.create_pool(ask)
+    d = pool.region.descriptor
+    pool.region.buffer[d.table_offset : d.data_offset] = b"\xff" * (d.data_offset - d.table_offset)
+    pool.destroy()
+    again = backend.create_pool(ask)
+    assert not any(again.region.buffer[d.table_offset : d.data_offset])
+    again.destroy()
 
 
 def test_the_record_says_whether_somebody_still_mapped_it_when_it_was_released(ask: PoolRequest) -> None:
@@ -421,6 +433,9 @@ def test_a_start_that_fails_half_way_leaves_a_free_device_and_no_pool(
     assert quick().adopt_pool(ask) is None
     with pytest.raises(BackendError, match="there is no pool"):
         quick().map_region(descriptor)
+    record = read_record(page_of(ask.path))[0]
+    assert record is not None
+    assert record.state == "released"
     quick().create_pool(evolve(ask, owner="another")).destroy()
 
 

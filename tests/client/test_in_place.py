@@ -128,6 +128,9 @@ def test_a_client_that_reads_keeps_the_memory_until_it_is_done(
     with pytest.raises(RuntimeError, match="engines still map the pool"):
         maru_server(**settings(device, chunk_size="128K"))
     assert bytes(held.view) == b"read"
+    session = handler._link.session
+    assert session is not None
+    assert not session.regions.was_let_go
     assert maps(device)
     del held
     gc.collect()

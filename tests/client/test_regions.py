@@ -189,3 +189,26 @@ def test_what_is_given_up_is_written_back_only_where_hosts_share_the_pool(hosts:
     regions.close()
     regions.settle([2], [100])
     regions.settle_reserved([2])
+
+
+def test_only_what_is_in_the_way_is_let_go_and_it_is_mapped_again_when_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    regions, (first, second) = two_pools()
+    stays, goes = regions.of(first), regions.of(second)  # type: ignore[arg-type]
+    goes.in_place = True  # type: ignore[attr-defined]
+    assert not regions.was_let_go
+    entry = first.entry_count  # type: ignore[attr-defined]
+    regions.let_go()
+    assert regions.was_let_go
+    assert (stays.closed, goes.closed) == (False, True)  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        # A call that had found the region before it was let go.
+        patch.setattr(regions, "of", lambda pool: goes)
+        with pytest.raises(StaleEpoch, match="unmapped"):
+            regions.view(entry, 1)
+        assert regions.verify([entry], [1], [1]) == [False]
+    assert len(regions.view(entry, 1)) == 1
+    assert regions.of(second) is not goes  # type: ignore[arg-type]
+    assert regions.of(first) is stays  # type: ignore[arg-type]
+    assert not regions.was_let_go
+    regions.close()
+    regions.let_go()
