@@ -186,6 +186,7 @@ def main() -> int:
         runtime_dir=folder,
         shared_by_hosts=True,
         lease_share=1.0,
+        demote=False,  # objects stay where a test has put them
     )
     backend = IncoherentBackend()
     run_server(settings, lambda name: backend, ready=lambda url: print(url, flush=True))
