@@ -129,7 +129,7 @@ class IncoherentBackend:
     def create_pool(self, request: PoolRequest) -> Pool:
         count, data_offset = plan_pool(request.size, request.granule)
         path = Path(str(request.path)) / f"incoherent-{request.pool}"
-        path.write_bytes(bytes(request.size))
+        path.write_bytes(b"\xbb" * request.size)  # a device holds whatever was there before
         identity = secrets.token_bytes(16)
         region = Host(self._describe(request, path, identity, count, data_offset), self._note)
         block = pack_superblock(
@@ -186,6 +186,7 @@ def main() -> int:
         runtime_dir=folder,
         shared_by_hosts=True,
         lease_share=1.0,
+        demote=False,  # objects stay where a test has put them
     )
     backend = IncoherentBackend()
     run_server(settings, lambda name: backend, ready=lambda url: print(url, flush=True))
