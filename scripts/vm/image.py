@@ -121,11 +121,12 @@ def build(image: Image) -> None:
     tools = fetch_tools(archive, image.tools.root)
     fetch_kernel(archive, image.folder / "kernel")
     say(f"making a root folder of {SUITE} (one to two minutes)")
+    included = f"--include={','.join(GUEST_PACKAGES)}"
     mirror = archive.mirror(SUITE)
     command(
         [
-            *(tools.path("debootstrap"), "--variant=minbase", f"--include={','.join(GUEST_PACKAGES)}"),
-            *(SUITE, image.root, *([] if mirror is None else [mirror])),
+            *(tools.path("debootstrap"), "--variant=minbase", included, SUITE, image.root),
+            *(() if mirror is None else (mirror,)),
         ],
         tools.environ,
     )
@@ -167,8 +168,8 @@ def install_drivers(image: Image) -> None:
         (inside / path).unlink()
     command(["chroot", image.root, "depmod", modules.name])
     (image.root / "etc" / "maru-drivers").write_text(" ".join(drivers) + "\n")
-    for path in modules.parent, kernel / "usr":
-        remove(path)
+    for useless in modules.parent, kernel / "usr":
+        remove(useless)
 
 
 def pack(image: Image, folder: str, target: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,17 +53,19 @@ class Servers:
         self.folder = folder
         self.places = places
 
-    def start(self, name: str = "runtime", *, path: str | None = None, size: str = "48M") -> RunningServer:
+    def start(
+        self, name: str = "runtime", *, path: str | None = None, size: str = "48M", **more: object
+    ) -> RunningServer:
         folder = self.folder / name
         folder.mkdir(mode=0o700, exist_ok=True)
-        return self._start(
-            folder,
-            storage_backend="cxl",
-            cxl_pool_path=path or self.places[0],
-            pool_size=size,
-            chunk_size=4096,
-            visibility="host",
-        )
+        settings = {
+            "storage_backend": "cxl",
+            "cxl_pool_path": path or self.places[0],
+            "pool_size": size,
+            "chunk_size": 4096,
+            "visibility": "host",
+        }
+        return self._start(folder, **settings | more)
 
 
 @pytest.fixture
@@ -185,6 +190,42 @@ def test_two_devices_are_one_set_of_pools(servers: Servers) -> None:
         servers.start(path=path, size="")
         wait_for(lambda: is_back(handler), 30)
         assert sum(found(handler, f"set-{number}") for number in range(sets)) == sets * COUNT
+
+
+def test_memory_and_a_device_together(servers: Servers) -> None:
+    """Objects go into memory first, and to the device when that is full; both are found, also after a crash."""
+    settings = {"storage_backend": "mixed", "write_order": "cpu,cxl", "cpu_pool_size": "16M", "demote": False}
+    server = servers.start(**settings)
+    with handler_of(server) as handler:
+        sets = 3
+        for number in range(sets):
+            store(handler, f"set-{number}")
+        pools = pools_of(handler)
+        assert [pool["backend"] for pool in pools] == ["cpu", "cxl"]
+        assert pools[1]["location"] == servers.places[0]
+        assert all(pool["objects"] > 0 for pool in pools)
+        server.kill()
+        servers.start(**settings)
+        wait_for(lambda: is_back(handler), 30)
+        assert sum(found(handler, f"set-{number}") for number in range(sets)) == sets * COUNT
+
+
+def test_the_doctor_tells_who_has_a_device(servers: Servers) -> None:
+    command = [sys.executable, "-m", "maru_core.cli", "doctor", "--json", "--runtime-dir", str(servers.folder)]
+    environ = os.environ | {"MARU_STORAGE_BACKEND": "cxl", "MARU_CXL_POOL_PATH": ",".join(servers.places)}
+
+    def lines() -> dict[str, str]:
+        told = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+        found = [one for one in json.loads(told.stdout) if one["subject"] in servers.places]
+        return {place: " ".join(one["text"] for one in found if one["subject"] == place) for place in servers.places}
+
+    server = servers.start()
+    first, second = (lines()[place] for place in servers.places)
+    assert f"in use by process {server.pid}" in first
+    assert "in use" not in second
+    if servers.places[0].startswith("/dev/dax"):
+        size = Path("/sys/bus/dax/devices", Path(servers.places[0]).name, "size").read_text().strip()
+        assert f"({size} bytes), align 2.0 MiB, mode devdax" in first
 
 
 @pytest.mark.parametrize("places", [pytest.param("device", marks=pytest.mark.device)], indirect=True)
