@@ -10,5 +10,7 @@ export PATH="$PWD/.venv/bin:$PATH"
 
 # Also a checkout that is not the one installed in the environment tests itself.
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+# The tests lose sight of Maru's own variables.
+export MARU_TEST_CACHE=${MARU_CACHE:-$PWD/.cache}
 python -m scripts.vm build || exit $?
 exec python -m pytest -q -m vm tests/vm "$@"

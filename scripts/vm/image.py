@@ -17,7 +17,7 @@ from typing import Final
 
 from attrs import frozen
 
-from scripts.vm.packages import Archive, NotRun, Tools, command, fetch_kernel, fetch_tools
+from scripts.vm.packages import PATIENCE, Archive, NotRun, Tools, command, fetch_kernel, fetch_tools
 
 ROOT: Final = Path(__file__).resolve().parent.parent.parent
 HERE: Final = Path(__file__).resolve().parent
@@ -73,8 +73,12 @@ class Image:
 
 
 def cache_folder() -> Path:
-    """Where the machines are built: ``$MARU_CACHE/vm``, by default ``.cache/vm`` of the repository."""
-    return Path(os.environ.get("MARU_CACHE") or ROOT / ".cache").absolute() / "vm"
+    """Where the machines are built: ``$MARU_CACHE/vm``, by default ``.cache/vm`` of the repository.
+
+    Below pytest, which takes Maru's settings away, the former is called ``MARU_TEST_CACHE``.
+    """
+    chosen = os.environ.get("MARU_TEST_CACHE") or os.environ.get("MARU_CACHE")
+    return Path(chosen or ROOT / ".cache").absolute() / "vm"
 
 
 @contextmanager
@@ -238,8 +242,12 @@ def lay_checkout(image: Image) -> None:
 
 
 def compile_inside(image: Image, folder: str) -> None:
-    """Compile with the guest's own Python: emulated, it would take minutes."""
-    command(["chroot", image.root, "python3", "-m", "compileall", "-q", folder])
+    """Compile with the guest's own Python: emulated, it would take minutes.
+
+    A file that cannot be compiled is no reason not to run: the tests fail when they import it.
+    """
+    arguments = ["chroot", image.root, "python3", "-m", "compileall", "-q", folder]
+    subprocess.run(arguments, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=PATIENCE)
 
 
 def remove(path: Path) -> None:

@@ -19,7 +19,7 @@ KERNEL_PACKAGE: Final = "linux-image-amd64"
 
 _KERNEL: Final = re.compile(r"linux-image-\d[\w.+-]*-amd64")
 #: Seconds for one command; a mirror that hangs must not hang the tests.
-_PATIENCE: Final = 300
+PATIENCE: Final = 300
 
 
 class NotRun(Exception):
@@ -41,7 +41,7 @@ def command(
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            timeout=_PATIENCE,
+            timeout=PATIENCE,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotRun(f"{shown}: {error}") from error
