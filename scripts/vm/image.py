@@ -246,7 +246,7 @@ def compile_inside(image: Image, folder: str) -> None:
 
     A file that cannot be compiled is no reason not to run: the tests fail when they import it.
     """
-    arguments = ["chroot", image.root, "python3", "-m", "compileall", "-q", folder]
+    arguments = ["chroot", str(image.root), "python3", "-m", "compileall", "-q", folder]
     subprocess.run(arguments, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=PATIENCE)
 
 
