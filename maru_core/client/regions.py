@@ -77,8 +77,8 @@ class Regions:
         self._lock = threading.Lock()
         self._mapped: dict[int, Region] = {}
         self._closed = False
-        self._let_go = False
         self._shared_by_hosts = any(pool.flush for pool in pools)
+        self._let_go = False
 
     @property
     def was_let_go(self) -> bool:
