@@ -199,8 +199,9 @@ class Regions:
         """
         if not self._shared_by_hosts or not self._mapped:  # what was never mapped was not written
             return
-        with suppress(MaruError, ValueError):  # unmapped, now or while it is done: then nobody here can do more
-            self.publish(entries, lengths)
+        # Unmapped, now or while it is done: then nobody here can do more. Or these are no entries at all.
+        with suppress(MaruError, ValueError, TypeError, OverflowError):
+            self.publish(array("I", entries), lengths)
 
     def settle_reserved(self, entries: Sequence[int]) -> None:
         """:meth:`settle` for reservations whose lengths only their headers tell."""

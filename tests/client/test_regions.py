@@ -239,7 +239,8 @@ def test_caches_are_only_minded_where_hosts_share_the_pool(hosts: bool) -> None:
     regions.view(2, 100)
     regions.verify([2], [1], [100])
     assert len(regions.of(pool).acquired) == (2 if hosts else 0)  # type: ignore[attr-defined]
-    regions.settle([10**6], [1])
+    for nonsense in (10**6, 1 << 40, -1, "x"):
+        regions.settle([nonsense], [1])  # type: ignore[list-item]
     regions.settle_reserved([10**6])
     regions.close()
     regions.settle([2], [100])
