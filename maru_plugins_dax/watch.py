@@ -32,8 +32,11 @@ from maru_plugins_dax.switches import Switches
 #: Pages that the placement check looks at, evenly over the pool.
 _SAMPLES: Final = 64
 #: While something is read from a pool, populating waits: so long between two looks, and at most, in seconds a slice.
-_LOOK: Final = 0.001
-_GIVE_WAY: Final = 0.02
+_LOOK: Final = 0.01
+_GIVE_WAY: Final = 0.1
+#: Parts that are populated by one call, about a millisecond: each call more costs a turn of the interpreter, which the
+#: thread that loads has to wait for where CPUs are few.
+_STEP: Final = 4
 #: Longest wait, in seconds, for threads to notice that the pool is unmapped. They keep it mapped for one slice more.
 _FAREWELL: Final = 0.05
 
@@ -112,7 +115,7 @@ class Watch:
                     self._figures.add("ahead_bytes", extent.length)
             return
         for block in self._coverage.missing([(extent.offset, extent.length) for extent in extents]):
-            if self._stopped.is_set() or not self._populate(view, block, "ahead"):
+            if self._stopped.is_set() or not self._populate(view, block, 1, "ahead"):
                 return
 
     def _run(self, populates: bool) -> None:
@@ -133,11 +136,10 @@ class Watch:
             self._look(view)
 
     def _populate_all(self, view: memoryview) -> None:
-        blocks = -(-self._size // BLOCK)
-        # Threads take the next part each, so that none waits for another.
-        while not self._stopped.is_set() and (block := next(self._next)) < blocks:
+        # Threads take the next parts each, so that none waits for another.
+        while not self._stopped.is_set() and (block := next(self._next) * _STEP) * BLOCK < self._size:
             self._give_way()
-            if not self._populate(view, block, "populate"):
+            if not self._populate(view, block, _STEP, "populate"):
                 return
 
     def _give_way(self) -> None:
@@ -145,17 +147,22 @@ class Watch:
         while self._readers and time.monotonic() < until and not self._stopped.wait(_LOOK):
             pass
 
-    def _populate(self, view: memoryview, block: int, by: str) -> bool:
-        if self._coverage.covers(block):
+    def _populate(self, view: memoryview, first: int, count: int, by: str) -> bool:
+        """Enter ``count`` parts from ``first`` on; False when the kernel refuses."""
+        last = min(first + count, -(-self._size // BLOCK))
+        missing = [block for block in range(first, last) if not self._coverage.covers(block)]
+        if not missing:
             return True
-        error = self._around.kernel.advise(view, block * BLOCK, BLOCK, MADV_POPULATE_READ)
+        start, end = missing[0] * BLOCK, min((missing[-1] + 1) * BLOCK, self._size)
+        error = self._around.kernel.advise(view, start, end - start, MADV_POPULATE_READ)
         if error:
             self._refused = True
             self._figures.add(f"{by}_errors")
             self._figures.put(f"{by}_error", os.strerror(error))
             return False
-        self._coverage.cover(block)
-        self._figures.add(f"{by}_bytes", min(BLOCK, self._size - block * BLOCK))
+        for block in missing:
+            self._coverage.cover(block)
+        self._figures.add(f"{by}_bytes", end - start)
         return True
 
     def _make_huge(self, view: memoryview) -> None:
