@@ -140,6 +140,7 @@ def joined(ranges: list[tuple[int, int]]) -> set[int]:
     return {at for offset, length in ranges for at in range(offset, offset + length)}
 
 
+@example([(entry, 100) for entry in range(50, 75)])
 @settings(deadline=None, max_examples=60)
 @given(
     st.one_of(
