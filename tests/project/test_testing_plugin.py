@@ -87,6 +87,17 @@ def test_nothing_installed_is_loaded_whatever_the_shell_exports(runner: Runner, 
     assert not runner.imported.exists()
 
 
+def test_what_is_told_to_tests_reaches_them(runner: Runner) -> None:
+    test = """
+        import os
+        def test_told():
+            assert os.environ["MARU_TEST_DAX"] == "/dev/dax0.0"
+            assert "MARU_TESTS" not in os.environ
+    """
+    run = runner.run(test, {"MARU_TEST_DAX": "/dev/dax0.0", "MARU_TESTS": "no"})
+    assert "1 passed" in run.stdout, run.stdout + run.stderr
+
+
 def test_it_holds_in_the_workers_of_xdist(runner: Runner) -> None:
     run = runner.run(ISOLATED, {"MARU_PLUGINS": "told"}, "-p", "xdist", "-n", "1")
     assert "3 passed" in run.stdout, run.stdout + run.stderr
