@@ -8,7 +8,7 @@ import stat
 from typing import Final
 
 from maru_core.errors import BackendError
-from maru_core.pool_format import HEADER_SIZE, SUPERBLOCK_SIZE, unpack_superblock
+from maru_core.pool_format import HEADER_SIZE, SUPERBLOCK_SIZE, Superblock, unpack_superblock
 from maru_core.protocol import PoolDescriptor
 
 #: madvise(2) since Linux 5.14, not yet named by Python. Enters pages into the page tables, writable.
@@ -83,7 +83,7 @@ def map_file(descriptor: PoolDescriptor, keeps: int | None = None) -> MappedRegi
     ``keeps``: a descriptor that the region closes when it is closed.
     """
     location = descriptor.location
-    _check_geometry(descriptor)
+    check_geometry(descriptor)
     try:
         fd = os.open(location, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
@@ -102,16 +102,7 @@ def map_file(descriptor: PoolDescriptor, keeps: int | None = None) -> MappedRegi
     finally:
         os.close(fd)
     with memoryview(mapping) as view:
-        block = unpack_superblock(view[:SUPERBLOCK_SIZE])
-    if block.identity != descriptor.identity:
-        raise BackendError(
-            f"pool {location} is {block.identity.hex()}, the server says {descriptor.identity.hex()}: "
-            "it was made anew, connect again"
-        )
-    geometry = (block.granule, block.entry_count, block.table_offset, block.data_offset)
-    expected = (descriptor.granule, descriptor.entry_count, descriptor.table_offset, descriptor.data_offset)
-    if geometry != expected:
-        raise BackendError(f"pool {location} has geometry {geometry}, the server says {expected}")
+        check_block(unpack_superblock(view[:SUPERBLOCK_SIZE]), descriptor, location)
     return MappedRegion(descriptor, mapping, keeps)
 
 
@@ -123,7 +114,20 @@ def map_fd(fd: int, descriptor: PoolDescriptor) -> mmap.mmap:
         raise BackendError(f"cannot map {descriptor.size} bytes of pool {descriptor.location}: {error}") from error
 
 
-def _check_geometry(descriptor: PoolDescriptor) -> None:
+def check_block(block: Superblock, descriptor: PoolDescriptor, location: str) -> None:
+    """Raise BackendError unless ``block``, found at ``location``, is that of the pool in ``descriptor``."""
+    if block.identity != descriptor.identity:
+        raise BackendError(
+            f"pool {location} is {block.identity.hex()}, the server says {descriptor.identity.hex()}: "
+            "it was made anew, connect again"
+        )
+    geometry = (block.granule, block.entry_count, block.table_offset, block.data_offset)
+    expected = (descriptor.granule, descriptor.entry_count, descriptor.table_offset, descriptor.data_offset)
+    if geometry != expected:
+        raise BackendError(f"pool {location} has geometry {geometry}, the server says {expected}")
+
+
+def check_geometry(descriptor: PoolDescriptor) -> None:
     """Refuse a descriptor whose table or data would lie outside of the pool."""
     d = descriptor
     ends = (d.table_offset + d.entry_count * HEADER_SIZE, d.data_offset + d.entry_count * d.granule)

@@ -25,7 +25,8 @@ export PATH="$PWD/.venv/bin:$PATH"
 step ruff check .
 step ruff format --check .
 step mypy --strict maru_core
-step python -m pytest -q -n auto -m "not engine and not long and not vm"
+step python -m pytest -q -n auto -m "not engine and not long and not build and not vm"
+step python -m pytest -q -n auto -m build
 if [[ -z $fast ]]; then
   # One at a time: an engine takes all cores.
   step python -m pytest -q -m engine

@@ -29,7 +29,14 @@ Map = Callable[[PoolDescriptor], Region]
 
 
 class BackendContract:
-    """Tests of create_pool and map_region, of Pool and of Region."""
+    """Tests of create_pool and map_region, of Pool and of Region.
+
+    ``one_place``: what ``ask`` names holds one pool at a time, like a device, whoever asks for it.
+    ``finds_moved``: a pool is found by its identity, too, where another host has another path for it.
+    """
+
+    one_place = False
+    finds_moved = False
 
     @pytest.fixture
     def backend(self) -> StorageBackend:
@@ -165,6 +172,9 @@ class BackendContract:
         self, create: Create, backend: StorageBackend, change: dict[str, object]
     ) -> None:
         d = create().region.descriptor
+        if self.finds_moved and "location" in change:
+            backend.map_region(evolve(d, **change)).close()
+            change = {**change, "identity": bytes(16)}
         with pytest.raises(BackendError):
             backend.map_region(evolve(d, **change))
 
@@ -193,6 +203,13 @@ class BackendContract:
         assert unpack_superblock(pool.region.buffer).identity == pool.region.descriptor.identity
 
     def test_pools_are_apart(self, create: Create) -> None:
+        if self.one_place:
+            pool = create()
+            for change in ({"pool": 1}, {"owner": "another"}):
+                with pytest.raises(BackendError, match="in use"):
+                    create(**change)
+            assert unpack_superblock(pool.region.buffer).identity == pool.region.descriptor.identity
+            return
         pools = [create(), create(pool=1), create(owner="another")]
         d = pools[0].region.descriptor
         for number, pool in enumerate(pools, 1):
