@@ -1,9 +1,9 @@
 """A pytest plugin for tests of Maru and of its plugins: ``pytest -p maru_core.testing``.
 
 Hermetic by default, whatever the caller's shell exports and whatever is installed on the host: no installed plugin is
-discovered, every ``MARU_*`` variable but ``MARU_TEST_*`` is taken away, and ``MARU_PLUGINS=none`` is exported for the
-tests and for each process that they start. A test that needs the installed plugins says so with
-``@pytest.mark.installed_plugins``. A test that leaves the environment changed fails.
+discovered, every ``MARU_*`` variable is taken away (but for ``MARU_TEST_*``, which are no settings), and
+``MARU_PLUGINS=none`` is exported for the tests and for each process that they start. A test that needs the installed
+plugins says so with ``@pytest.mark.installed_plugins``. A test that leaves the environment changed fails.
 """
 
 from __future__ import annotations
