@@ -36,6 +36,8 @@ _SEVERAL = 4
 #: as its reciprocal.
 _MIXED = 64
 _MOST_CRUMBS = 16
+#: Parts of a pool of which one is evicted before it is another pool's turn.
+_TURNS = 16
 #: Room that is made ahead, in batches like the last one.
 _AHEAD_BATCHES = 2
 
@@ -136,8 +138,9 @@ class Room:
             return arenas
         if self._demote:
             return arenas[::-1]
-        # In proportion to their sizes, or what was used long ago would stay in the later ones for ever.
-        return sorted(arenas, key=lambda arena: arena.evicted / (arena.end - arena.base))
+        # In proportion to their sizes, or what was used long ago would stay in the later ones for ever; but a part of a
+        # pool at a time, so that what is stored together comes to lie together.
+        return sorted(arenas, key=lambda arena: _TURNS * arena.evicted // (arena.end - arena.base))
 
     def take_below(self, arena: Arena, length: int) -> tuple[Run | None, bool]:
         """Room for one object of ``length`` bytes in a pool after ``arena``, evicting from the last one if need be.
