@@ -24,8 +24,9 @@ GRANULE = 4096
 
 def two_pools() -> tuple[Regions, list[object]]:
     backend = FakeBackend()
-    first = backend.create_pool(PoolRequest(0, 1 << 18, GRANULE, 0, None, "t0")).region.descriptor
-    second = backend.create_pool(PoolRequest(1, 1 << 18, GRANULE, first.entry_count, None, "t1")).region.descriptor
+    first = backend.create_pool(PoolRequest(0, 1 << 18, GRANULE, 0, None, "t0", True)).region.descriptor
+    request = PoolRequest(1, 1 << 18, GRANULE, first.entry_count, None, "t1", True)
+    second = backend.create_pool(request).region.descriptor
     regions = Regions([first, second], PluginHost.with_plugins({"fake": backend}), bytes(16))
     regions.map_all()
     return regions, [first, second]
@@ -198,7 +199,7 @@ def test_keys_that_were_not_found_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("hosts", [True, False])
-def test_what_is_given_up_is_written_back_only_where_hosts_share_the_pool(hosts: bool) -> None:
+def test_caches_are_only_minded_where_hosts_share_the_pool(hosts: bool) -> None:
     backend = FakeBackend()
     request = PoolRequest(0, 1 << 18, GRANULE, 0, None, "t0", shared_by_hosts=hosts)
     pool = backend.create_pool(request).region.descriptor
@@ -208,7 +209,11 @@ def test_what_is_given_up_is_written_back_only_where_hosts_share_the_pool(hosts:
     regions.map_all()
     regions.settle([2], [100])
     assert regions.of(pool).published == ([(pool.data_at(2), 100)] if hosts else [])  # type: ignore[attr-defined]
-    regions.settle([10**6], [1])
+    regions.view(2, 100)
+    regions.verify([2], [1], [100])
+    assert len(regions.of(pool).acquired) == (2 if hosts else 0)  # type: ignore[attr-defined]
+    for nonsense in (10**6, 1 << 40, -1, "x"):
+        regions.settle([nonsense], [1])  # type: ignore[list-item]
     regions.settle_reserved([10**6])
     regions.close()
     regions.settle([2], [100])
