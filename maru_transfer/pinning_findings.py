@@ -6,27 +6,30 @@ import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
-from attrs import frozen
-
+from maru_core.config import MaruConfig
+from maru_core.contracts import Finding
 from maru_core.sizes import format_size
 from maru_transfer.cuda_driver import NO_DRIVER, DriverError, driver_version
 from maru_transfer.pinning import memlock_hint
 
 ROOT: Final = Path("/")
+#: Where the ``cpu`` backend makes pools unless it is told otherwise.
+_DEFAULT_PATH: Final = "/dev/shm"
 #: Mount options of a tmpfs with which it has huge pages where it can.
 _HUGE: Final = ("huge=always", "huge=within_size", "huge=advise")
 
 
-@frozen
-class Finding:
-    """One line of a diagnosis. ``remedy`` is empty when there is nothing to do."""
-
-    level: Literal["good", "note", "problem"]
-    subject: str
-    text: str
-    remedy: str = ""
+def diagnose(config: MaruConfig) -> list[Finding]:
+    """What there is to say of the pools that ``config`` asks for, as far as they are shared memory of this host."""
+    members = config.write_order if config.storage_backend == "mixed" else (config.storage_backend,)
+    if "cpu" not in members:
+        return [_driver(driver_version)]
+    size = config.pool_size_of("cpu") or config.pool_size
+    found = pinning_findings(config.pool_path_of("cpu") or _DEFAULT_PATH, size)
+    # The limit itself is among those that the doctor shows anyway.
+    return [finding for finding in found if finding.level != "ok" or finding.subject != "locked memory"]
 
 
 def pinning_findings(
@@ -49,10 +52,10 @@ def _driver(version: Callable[[], tuple[int, int]]) -> Finding:
     except DriverError as error:
         if error.code == NO_DRIVER:
             return Finding("note", "GPU driver", f"none, so that pools are not registered: {error}")
-        return Finding("problem", "GPU driver", str(error), "look at nvidia-smi and the kernel's log")
+        return Finding("warning", "GPU driver", str(error), "look at nvidia-smi and the kernel's log")
     if devices == 0:
-        return Finding("problem", "GPU driver", "there, but it shows no device", "look at CUDA_VISIBLE_DEVICES")
-    return Finding("good", "GPU driver", f"CUDA {number // 1000}.{number % 1000 // 10}, {devices} devices")
+        return Finding("warning", "GPU driver", "there, but it shows no device", "look at CUDA_VISIBLE_DEVICES")
+    return Finding("ok", "GPU driver", f"CUDA {number // 1000}.{number % 1000 // 10}, {devices} devices")
 
 
 def _memlock(pool_size: int, root: Path) -> Finding:
@@ -62,7 +65,7 @@ def _memlock(pool_size: int, root: Path) -> Finding:
         shown = f"{limit} bytes, which is no limit for this pool or this process"
         if limit == resource.RLIM_INFINITY:
             shown = "unlimited"
-        return Finding("good", "locked memory", shown)
+        return Finding("ok", "locked memory", shown)
     # NVIDIA's driver 580 does not look at the limit; others may.
     return Finding("note", "locked memory", hint, "only if a pool is reported as not registered")
 
@@ -72,7 +75,7 @@ def _pages(pool_path: str, pool_size: int, root: Path) -> Finding:
     try:
         status, page = os.stat(pool_path), os.statvfs(pool_path).f_bsize
     except OSError as error:
-        return Finding("problem", subject, str(error.strerror), "set maru_pool_path to a folder that is there")
+        return Finding("warning", subject, str(error.strerror), "set maru_pool_path to a folder that is there")
     kind, options = _mount(status.st_dev, root)
     if kind == "hugetlbfs":
         return _huge_pages(subject, page, pool_size, root)
@@ -82,9 +85,9 @@ def _pages(pool_path: str, pool_size: int, root: Path) -> Finding:
     huge = next((option for option in options if option in _HUGE), None)
     if setting == "deny" and huge:
         remedy = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
-        return Finding("problem", subject, f"mounted with {huge}, but shmem_enabled=deny forbids huge pages", remedy)
+        return Finding("warning", subject, f"mounted with {huge}, but shmem_enabled=deny forbids huge pages", remedy)
     if setting == "force" or huge in _HUGE[:2]:
-        return Finding("good", subject, f"huge pages ({huge or 'shmem_enabled=force'})")
+        return Finding("ok", subject, f"huge pages ({huge or 'shmem_enabled=force'})")
     return Finding(
         "note",
         subject,
@@ -98,11 +101,11 @@ def _huge_pages(subject: str, page: int, pool_size: int, root: Path) -> Finding:
     try:
         free = int((folder / "free_hugepages").read_text()) * page
     except (OSError, ValueError):
-        return Finding("good", subject, f"huge pages of {format_size(page)}; how many are free is not shown here")
+        return Finding("ok", subject, f"huge pages of {format_size(page)}; how many are free is not shown here")
     text = f"huge pages of {format_size(page)}, {format_size(free)} free"
     if free < pool_size:
-        return Finding("problem", subject, text, f"sysctl vm.nr_hugepages={-(-pool_size // page)}, or a smaller pool")
-    return Finding("good", subject, text)
+        return Finding("warning", subject, text, f"sysctl vm.nr_hugepages={-(-pool_size // page)}, or a smaller pool")
+    return Finding("ok", subject, text)
 
 
 def _mount(device: int, root: Path) -> tuple[str, list[str]]:

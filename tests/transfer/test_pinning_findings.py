@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from maru_core.config import MaruConfig
+from maru_core.contracts import Finding
+from maru_core.host import PluginHost
 from maru_transfer.cuda_driver import NO_DRIVER, DriverError
-from maru_transfer.pinning_findings import Finding, pinning_findings
+from maru_transfer.pinning_findings import pinning_findings
 
 GIB = 1 << 30
 
@@ -43,10 +46,10 @@ def pools(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("kind", "options", "shmem", "level", "text", "remedy"),
     [
-        ("tmpfs", "rw,size=9g,huge=always", "[never] deny", "good", "huge=always", ""),
-        ("tmpfs", "rw,huge=within_size", "[never] deny", "good", "huge=within_size", ""),
-        ("tmpfs", "rw", "never deny [force]", "good", "force", ""),
-        ("tmpfs", "rw,huge=always", "never [deny]", "problem", "deny", "shmem_enabled"),
+        ("tmpfs", "rw,size=9g,huge=always", "[never] deny", "ok", "huge=always", ""),
+        ("tmpfs", "rw,huge=within_size", "[never] deny", "ok", "huge=within_size", ""),
+        ("tmpfs", "rw", "never deny [force]", "ok", "force", ""),
+        ("tmpfs", "rw,huge=always", "never [deny]", "warning", "deny", "shmem_enabled"),
         ("tmpfs", "rw", "[never] deny", "note", "small pages", "remount,huge=always"),
         ("tmpfs", "rw,huge=advise", "[never] deny", "note", "huge=advise", "remount,huge=always"),
         ("ext4", "rw", "[never] deny", "note", "ext4", ""),
@@ -63,7 +66,7 @@ def test_pages_of_the_pool(
     assert str(pools) in finding.subject
 
 
-@pytest.mark.parametrize(("free", "level"), [("2000000", "good"), ("3", "problem"), (None, "good")])
+@pytest.mark.parametrize(("free", "level"), [("2000000", "ok"), ("3", "warning"), (None, "ok")])
 def test_huge_pages_of_a_hugetlbfs(tmp_path: Path, pools: Path, free: str | None, level: str) -> None:
     root = host(tmp_path / "root", pools, "hugetlbfs", "rw,pagesize=2M")
     page = os.statvfs(pools).f_bsize
@@ -73,22 +76,22 @@ def test_huge_pages_of_a_hugetlbfs(tmp_path: Path, pools: Path, free: str | None
         (folder / "free_hugepages").write_text(free)
     finding = findings(pools, root)[2]
     assert finding.level == level
-    assert (f"vm.nr_hugepages={4 * GIB // page}" in finding.remedy) == (level == "problem")
+    assert (f"vm.nr_hugepages={4 * GIB // page}" in finding.remedy) == (level == "warning")
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     finding = findings(tmp_path / "nowhere", tmp_path)[2]
-    assert finding.level == "problem"
+    assert finding.level == "warning"
     assert "maru_pool_path" in finding.remedy
 
 
 @pytest.mark.parametrize(
     ("answer", "level", "text"),
     [
-        ((13000, 2), "good", "CUDA 13.0, 2 devices"),
-        ((12080, 0), "problem", "no device"),
+        ((13000, 2), "ok", "CUDA 13.0, 2 devices"),
+        ((12080, 0), "warning", "no device"),
         (DriverError(NO_DRIVER, "libcuda.so.1 cannot be used"), "note", "libcuda.so.1"),
-        (DriverError(999, "cuInit failed (999)"), "problem", "999"),
+        (DriverError(999, "cuInit failed (999)"), "warning", "999"),
     ],
 )
 def test_the_driver(tmp_path: Path, pools: Path, answer: tuple[int, int] | DriverError, level: str, text: str) -> None:
@@ -99,7 +102,7 @@ def test_the_driver(tmp_path: Path, pools: Path, answer: tuple[int, int] | Drive
 
 @pytest.mark.parametrize(
     ("limit", "capable", "level"),
-    [(8 << 20, False, "note"), (8 << 20, True, "good"), (-1, False, "good"), (5 * GIB, False, "good")],
+    [(8 << 20, False, "note"), (8 << 20, True, "ok"), (-1, False, "ok"), (5 * GIB, False, "ok")],
 )
 def test_the_limit_on_locked_memory(
     tmp_path: Path, pools: Path, monkeypatch: pytest.MonkeyPatch, limit: int, capable: bool, level: str
@@ -110,3 +113,16 @@ def test_the_limit_on_locked_memory(
     finding = findings(pools, root)[1]
     assert finding.level == level
     assert ("ulimit -l unlimited" in finding.text) == (level == "note")
+
+
+def test_the_doctor_asks_about_the_pools_that_are_configured(tmp_path: Path) -> None:
+    provision = PluginHost.with_plugins({}, built_ins=True).engines()["torch-copy"]
+    assert provision.diagnose is not None
+    driver, pages = [
+        finding
+        for finding in provision.diagnose(MaruConfig(pool_path=str(tmp_path), pool_size="2M"))
+        if finding.subject != "locked memory"
+    ]
+    assert driver.subject == "GPU driver"
+    assert pages.subject == f"pages of {tmp_path}"
+    assert "locked memory" not in {f.subject for f in provision.diagnose(MaruConfig(storage_backend="cxl"))}
