@@ -135,7 +135,7 @@ def optimum(trace: Trace, places: int) -> float:
 
 
 def decision_cost(policy: PolicyFactory, objects: int = 1_000_000, rounds: int = 2_000, batch: int = 64) -> float:
-    """Microseconds per object for choosing it as a victim and taking its successor in, with ``objects`` held."""
+    """Processor microseconds per object for choosing it as a victim and taking its successor in, with ``objects`` held."""
     now = 0.0
     made = policy(0, objects + batch, lambda: now)()
     names = count(1)
@@ -150,7 +150,7 @@ def decision_cost(policy: PolicyFactory, objects: int = 1_000_000, rounds: int =
     for at in range(objects // batch + rounds):
         now += 0.25
         keys = [next(names).to_bytes(KEY_SIZE, "big") for _ in range(batch)]
-        begin = time.perf_counter()
+        begin = time.thread_time()
         entries = list(range(at * batch, (at + 1) * batch))
         if at >= objects // batch:
             entries = made.pop(batch)
@@ -158,14 +158,14 @@ def decision_cost(policy: PolicyFactory, objects: int = 1_000_000, rounds: int =
                 entries += made.pop(batch - len(entries))
         store(entries, keys)
         if at >= objects // batch:
-            spent += time.perf_counter() - begin
+            spent += time.thread_time() - begin
     return spent / rounds / batch * 1e6
 
 
 class Turns:
     """Stores and finds batches of fresh keys in a directory whose pool is full, and notes how long that takes.
 
-    ``waiting`` and ``whole``: microseconds per object until the answers are there, and with what is done after them.
+    ``waiting`` and ``whole``: processor microseconds per object until the answers are there, and with what is done after them.
     """
 
     def __init__(self, policy: PolicyFactory, places: int = 100_000) -> None:
@@ -186,24 +186,24 @@ class Turns:
         self._lease += 1
         blob = random.randbytes(KEY_SIZE * BATCH)
         keys = [blob[at : at + KEY_SIZE] for at in range(0, len(blob), KEY_SIZE)]
-        begin = time.perf_counter()
+        begin = time.thread_time()
         _, entries, generations = directory.reserve(session, keys, (NO_KEY,), 1, blob)
-        reserved = time.perf_counter()
+        reserved = time.thread_time()
         directory.settle()
-        settled = time.perf_counter()
+        settled = time.thread_time()
         directory.commit(session, entries, generations)
-        committed = time.perf_counter()
+        committed = time.thread_time()
         directory.settle()
-        ready = time.perf_counter()
+        ready = time.thread_time()
         directory.acquire(session, self._lease, keys, True, blob)
-        acquired = time.perf_counter()
+        acquired = time.thread_time()
         directory.settle()
         directory.release(session, self._lease, BATCH)
         for _ in range(2 * BATCH):
             if not directory.is_short():
                 break
             directory.make_ahead()
-        done = time.perf_counter()
+        done = time.thread_time()
         self.waiting.append((reserved - begin + committed - settled + acquired - ready) / BATCH * 1e6)
         self.whole.append((done - begin) / BATCH * 1e6)
 
@@ -220,7 +220,7 @@ def costs(name: str) -> tuple[list[list[str]], dict[str, Any], list[Bound]]:
             each.one()
     waiting = [statistics.median(each.waiting) for each in turns]
     whole = [statistics.median(each.whole) for each in turns]
-    table = [["microseconds per object", "lru", names[1], "ratio"]]
+    table = [["processor µs per object", "lru", names[1], "ratio"]]
     rows = {"a decision, a million held": decisions, "until the answers": waiting, "in all": whole}
     for row, (lru, ours) in rows.items():
         table.append([row, f"{lru:.2f}", f"{ours:.2f}", f"{ours / lru:.2f}"])
