@@ -164,8 +164,8 @@ def decision_cost(policy: PolicyFactory, objects: int = 1_000_000, rounds: int =
 class Turns:
     """Stores and finds batches of fresh keys in a directory whose pool is full, and notes how long that takes.
 
-    ``waiting`` and ``whole``: processor microseconds per object until the answers are there, and with what is done after
-    them.
+    ``waiting`` and ``whole``: processor microseconds per object until the answers are there, and with what is done
+    after them.
     """
 
     def __init__(self, policy: PolicyFactory, places: int = 100_000) -> None:
@@ -264,7 +264,7 @@ def measure(options: argparse.Namespace) -> Outcome:
     paths = list(options.trace or [])
     if options.traces is not None:
         paths += sorted([*options.traces.glob("*.jsonl.gz"), *options.traces.glob("*.jsonl")])
-    if not paths and not options.cost_only and not options.synthetic:
+    if not paths and not options.cost_only and options.synthetic is None:
         raise SystemExit(
             "There is nothing to replay: the public traces are not part of this repository. Give a trace with "
             "--trace FILE, or a folder of them with --traces DIR; docs/eviction.md says where they are. "
@@ -277,8 +277,8 @@ def measure(options: argparse.Namespace) -> Outcome:
     notes: list[str] = []
     read = [] if options.cost_only else [load(path) for path in paths]
     mixed = [mix(*two) for two in combinations(read, 2) for mix in (followed, beside)] if options.mixed else []
-    shares = options.shares or (MADE_UP_SHARES if options.synthetic and not read else SHARES)
-    if not options.cost_only and (read or options.synthetic):
+    shares = options.shares or (MADE_UP_SHARES if options.synthetic is not None and not read else SHARES)
+    if not options.cost_only:
         table.append(["", *[f"{share} %" for share in shares]])
     for trace in [*read, *mixed]:
         rows = compared(trace, name, shares, trace.form in GOALS)
@@ -291,7 +291,10 @@ def measure(options: argparse.Namespace) -> Outcome:
             notes += goals
         figures[trace.name] = rows
         bounds.append(Bound(f"{trace.name}: most points below lru", rows["below"], MOST_BELOW))
-    for title, make in LOADS.items() if options.synthetic and not options.cost_only else ():
+    wanted = None if options.cost_only else options.synthetic
+    for title, make in LOADS.items():
+        if wanted is None or wanted not in title:
+            continue
         rows = compared(made_up(title, make()), name, shares, False)
         cells = [f"{lru:.2f} {ours - lru:+.2f}" for lru, ours in zip(rows["lru"], rows[name], strict=True)]
         table.append([title, *cells])
@@ -299,7 +302,7 @@ def measure(options: argparse.Namespace) -> Outcome:
         bounds.append(Bound(f"{title}: most points below lru", rows["below"], MOST_BELOW))
     if table:
         notes.insert(0, "Prefix-hit tokens in percent, by pool size in percent of all distinct blocks.")
-        if options.synthetic:
+        if wanted is not None:
             notes.insert(1, f"Made-up loads: lru, and how much more {name} serves.")
     if not options.no_cost:
         cost_table, figures["microseconds_per_object"], more = costs(name)
@@ -319,7 +322,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, action="append", metavar="FILE", help="a trace to replay")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="replay every trace in this folder")
     parser.add_argument("--mixed", action="store_true", help="also each two traces one after the other, and at once")
-    parser.add_argument("--synthetic", action="store_true", help="replay made-up loads, too")
+    parser.add_argument(
+        "--synthetic", nargs="?", const="", metavar="TEXT", help="made-up loads, too: all, or those named like TEXT"
+    )
     parser.add_argument("--shares", type=percents, metavar="PERCENTS", help="pool sizes [default: 1,2,5,10]")
     parser.add_argument(
         "--policy", choices=sorted(POLICIES), default=default, help=f"compared with lru [default: {default}]"
