@@ -1,8 +1,8 @@
 """Made-up loads of many shapes for :mod:`evict`: seeded, so that every run replays the same requests.
 
 A load is a list of requests: when each comes, in seconds, and the parts of its prompt, each standing for 512 tokens.
-What two prompts have in common at their heads, a pool may serve from the same objects. What is learned was not fitted to
-them; the guard's share of what is at risk was chosen after a look at four, which docs/eviction.md names.
+What two prompts have in common at their heads, a pool may serve from the same objects. What is learned was not
+fitted to them; the guard's share of what is at risk was chosen after a look at four, which docs/eviction.md names.
 """
 
 from __future__ import annotations
