@@ -24,7 +24,7 @@ from attrs import evolve
 
 from maru_backends.capacity import NO_LIMIT, Available, available_memory, filesystem_type, free_huge_pages, free_space
 from maru_backends.mapped import MappedRegion, map_fd, map_file
-from maru_core.contracts import BackendProvision, PoolRequest
+from maru_core.contracts import BackendProvision, PoolPlan, PoolRequest, PoolWish, StorageBackend, one_pool
 from maru_core.errors import BackendError
 from maru_core.plugin import hookimpl
 from maru_core.pool_format import MAGIC, SUPERBLOCK_SIZE, Superblock, pack_superblock, plan_pool, unpack_superblock
@@ -99,6 +99,10 @@ class CpuBackend:
     def __init__(self, memory: Callable[[], Available] = available_memory) -> None:
         """``memory`` tells how much there is to take."""
         self._memory = memory
+
+    def plan_pools(self, wish: PoolWish, backends: Callable[[str], StorageBackend]) -> Sequence[PoolPlan]:
+        """One pool."""
+        return one_pool(wish)
 
     def create_pool(self, request: PoolRequest) -> CpuPool:
         """Allocate ``<path>/maru-<owner>/pool-<n>`` in full, mode 0600, and lock it.

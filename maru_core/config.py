@@ -33,6 +33,9 @@ FORMER_NAMES: Final[Mapping[str, str]] = {
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LISTEN: Final = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
+#: Who sees the bytes of a pool: only this host, or hosts that are not coherent with each other. ``auto`` looks at where
+#: the server listens.
+Visibility = Literal["auto", "host", "hosts"]
 #: Sizes are below this, in bytes: what a file can have.
 _END_OF_SIZES: Final = 1 << 63
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
@@ -91,6 +94,20 @@ def _path(value: object) -> str:
     if not text.startswith("/") or "\0" in text:
         raise ValueError
     return os.path.normpath(text)
+
+
+def _paths(value: object) -> str:
+    paths = [_path(part) for part in _text(value).split(",")]
+    if len(set(paths)) != len(paths):
+        raise ValueError
+    return ",".join(paths)
+
+
+def _visibility(value: object) -> Visibility:
+    mode = _text(value).lower()
+    if mode not in get_args(Visibility):
+        raise ValueError
+    return cast(Visibility, mode)
 
 
 def _verify(value: object) -> Verify:
@@ -155,6 +172,8 @@ LABEL: Final = Kind("printable text of at most 256 bytes", _label)
 NAME: Final = Kind("a plugin's name: letters, digits, '.', '_' and '-'", _name)
 NAMES: Final = Kind("names of storage backends, each once: a list, or text with commas", _names)
 PATH: Final = Kind("an absolute path", _path)
+PATHS: Final = Kind("absolute paths with commas between them, each once", _paths)
+VISIBILITY: Final = Kind("auto, host or hosts", _visibility)
 VERIFY: Final = Kind("off, sample or full", _verify)
 URL: Final = Kind(
     f"auto, ipc:///absolute/path (at most {MAX_SOCKET_PATH} bytes) or tcp://host:port; "
@@ -214,7 +233,9 @@ class MaruConfig:
         "its engines counts.",
     )
     pool_path: str | None = _setting(
-        None, PATH, "Where the backend puts pools: for `cpu` a folder (tmpfs, hugetlbfs). Not set: `/dev/shm`."
+        None,
+        PATH,
+        "Where the backend puts pools: for `cpu` a folder (tmpfs, hugetlbfs; not set: `/dev/shm`), for `cxl` a device.",
     )
     cpu_pool_size: int | None = _setting(
         None, POOL_SIZE, "Size of the `cpu` pool when it is to differ from `maru_pool_size`."
@@ -222,11 +243,35 @@ class MaruConfig:
     cxl_pool_size: int | None = _setting(
         None, POOL_SIZE, "Size of the `cxl` pool when it is to differ from `maru_pool_size`."
     )
+    cxl_pool_path: str | None = _setting(
+        None,
+        PATHS,
+        "Devices that `cxl` pools are made of, one pool each, such as `/dev/dax0.0,/dev/dax1.0`; a file or folder "
+        "stands in for a device during development. Not set: `maru_pool_path` if the backend is `cxl`, else the only "
+        "device.",
+    )
     write_order: tuple[str, ...] = _setting(
-        (), NAMES, "Backends in the order in which new objects are placed, when there are several pools."
+        "cpu,cxl", NAMES, "Backends that `mixed` puts together, in the order in which new objects are placed."
     )
     read_order: tuple[str, ...] = _setting(
-        (), NAMES, "Backends in the order in which replicas are read, when there are several pools."
+        (),
+        NAMES,
+        "Backends of `mixed` in the order in which an object is read that is in several. Not set: `maru_write_order`.",
+    )
+    demote: bool = _setting(
+        True,
+        BOOLEAN,
+        "With several pools: move what is used least to the next one ahead of time rather than evict it from this one.",
+    )
+    promote: bool = _setting(
+        False, BOOLEAN, "With several pools: copy what is read often from a later pool into an earlier one."
+    )
+    visibility: Literal["auto", "host", "hosts"] = _setting(
+        "auto",
+        VISIBILITY,
+        "Who reads and writes the pools. `host`: one coherent host. `hosts`: hosts that share memory without being "
+        "coherent, for which caches are written back and emptied. `auto`: `hosts` when the server listens where other "
+        "hosts reach it.",
     )
     cache_namespace: str = _setting(
         "", LABEL, "Added to the identity of everything stored: engines share only what has the same value."
@@ -335,18 +380,36 @@ class MaruConfig:
         """The runtime folder: ``runtime_dir``, else the folder of this user."""
         return self.runtime_dir or f"/tmp/maru-{os.getuid()}"
 
-    def pool_size_of(self, backend: str) -> int:
-        """Bytes of the pool of ``backend``: its own setting, else ``pool_size``."""
+    def pool_size_of(self, backend: str) -> int | None:
+        """Bytes of the pools of ``backend``: its own setting, else ``pool_size``.
+
+        ``None``, for ``cxl`` only: nothing was set, so whole devices.
+        """
         own = {"cpu": self.cpu_pool_size, "cxl": self.cxl_pool_size}.get(backend)
+        if own is None and backend == "cxl" and not self._says_pool_size:
+            return None
         return self.pool_size if own is None else own
 
-    def quota_wish(self, backend: str) -> int:
+    def pool_path_of(self, backend: str) -> str | None:
+        """Where ``backend`` makes its pools: its own setting, else ``pool_path``; ``None`` for its default."""
+        if backend != "cxl":
+            return self.pool_path
+        return self.cxl_pool_path or (self.pool_path if self.storage_backend == "cxl" else None)
+
+    def quota_wish(self) -> int:
         """Bytes that the namespace shall be able to hold at a server that is there already; 0: nothing was set."""
-        own = {"cpu": self.cpu_pool_size, "cxl": self.cxl_pool_size}.get(backend)
-        default = parse_size(fields(MaruConfig).pool_size.default)
-        if own is None and self.pool_size == default and PREFIX + "pool_size" not in self.sources:
+        members = self.write_order if self.storage_backend == "mixed" else (self.storage_backend,)
+        own = {"cpu": self.cpu_pool_size, "cxl": self.cxl_pool_size}
+        if not self._says_pool_size and not any(own.get(name) for name in members):
             return 0
-        return self.pool_size_of(backend)
+        sizes = [self.pool_size_of(name) for name in members]
+        # One whole device of unknown size: then there is no limit to wish for.
+        return 0 if None in sizes else sum(size for size in sizes if size is not None)
+
+    @property
+    def _says_pool_size(self) -> bool:
+        default = parse_size(fields(MaruConfig).pool_size.default)
+        return self.pool_size != default or PREFIX + "pool_size" in self.sources
 
     def describe(self) -> dict[str, tuple[Any, str]]:
         """The effective value of every key and its source: ``extra config``, ``environment``, ``default``

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from attrs import frozen
 
+from maru_core.errors import BackendError
 from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
 from maru_core.protocol.messages import PoolDescriptor
 
@@ -47,10 +48,35 @@ class Region(Protocol):
 
 
 @frozen
+class PoolWish:
+    """What an operator wants of one backend. ``path`` is the operator's (``None``: the backend's default).
+
+    ``size`` in bytes over all its pools; ``None``: all there is, which only a backend of whole devices is asked for.
+    ``members``: what the backends that this one puts together shall give, in the order in which objects are placed.
+    """
+
+    backend: str
+    size: int | None
+    path: str | None
+    members: tuple[PoolWish, ...] = ()
+
+
+@frozen
+class PoolPlan:
+    """One pool that is to be made: by which backend, its size in bytes, and where."""
+
+    backend: str
+    size: int
+    path: str | None
+
+
+@frozen
 class PoolRequest:
-    """What the server asks a backend for. Sizes in bytes; ``path`` is the operator's (``None``: the backend's default).
+    """What the server asks a backend for. Sizes in bytes; ``path`` is that of the plan.
 
     ``owner`` is unique to this server's runtime folder: two servers never ask for pools of one owner.
+    ``shared_by_hosts``: clients on hosts that are not coherent with this one will map the pool; its descriptor must say
+    ``flush`` then. ``take_over``: the operator's word that whoever used this memory before has ended.
     """
 
     pool: int
@@ -59,6 +85,8 @@ class PoolRequest:
     entry_base: int
     path: str | None
     owner: str
+    shared_by_hosts: bool = False
+    take_over: bool = False
 
 
 class Pool(Protocol):
@@ -82,6 +110,13 @@ class StorageBackend(Protocol):
     def name(self) -> str:
         """The name that configuration uses, equal to the plugin's entry-point name."""
 
+    def plan_pools(self, wish: PoolWish, backends: Callable[[str], StorageBackend]) -> Sequence[PoolPlan]:
+        """The pools that fulfil ``wish``, in the order in which objects are placed; usually :func:`one_pool`.
+
+        ``backends`` finds a backend by name, for one that only puts others together. Takes and changes nothing. Raises
+        BackendError with what was asked for and what is there.
+        """
+
     def create_pool(self, request: PoolRequest) -> Pool:
         """Allocate memory in full and write a new superblock.
 
@@ -99,6 +134,13 @@ class StorageBackend(Protocol):
 
     def map_region(self, descriptor: PoolDescriptor) -> Region:
         """Map an existing pool; raises BackendError when the superblock's identity is not ``descriptor``'s."""
+
+
+def one_pool(wish: PoolWish) -> tuple[PoolPlan]:
+    """The plan of a backend that makes one pool, as large as it is told."""
+    if wish.size is None:
+        raise BackendError(f"no size was given for a pool of {wish.backend}; set maru_pool_size")
+    return (PoolPlan(wish.backend, wish.size, wish.path),)
 
 
 class Transfer(Protocol):

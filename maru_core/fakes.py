@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from maru_core.contracts import BackendProvision, PoolRequest
+from maru_core.contracts import BackendProvision, PoolPlan, PoolRequest, PoolWish, StorageBackend, one_pool
 from maru_core.errors import BackendError
 from maru_core.plugin import hookimpl
 from maru_core.pool_format import SUPERBLOCK_SIZE, Superblock, pack_superblock, plan_pool
@@ -78,6 +79,10 @@ class FakeBackend:
         self._lock: Final = threading.Lock()
         self._pools: Final[dict[str, tuple[PoolDescriptor, bytearray]]] = {}
 
+    def plan_pools(self, wish: PoolWish, backends: Callable[[str], StorageBackend]) -> Sequence[PoolPlan]:
+        """One pool."""
+        return one_pool(wish)
+
     def create_pool(self, request: PoolRequest) -> FakePool:
         """Make a pool; raises BackendError when it is larger than the capacity or its owner has it already."""
         if request.size > self._capacity:
@@ -95,6 +100,7 @@ class FakeBackend:
             entry_count=entry_count,
             table_offset=SUPERBLOCK_SIZE,
             data_offset=data_offset,
+            flush=request.shared_by_hosts,
         )
         memory = bytearray(request.size)
         block = Superblock(

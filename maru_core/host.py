@@ -46,7 +46,7 @@ HINTS: Final = (
 )
 #: Of several plugins with one name, the one that has it.
 _CLAIMS: Final = ("active", "failed")
-_BACKEND_METHODS: Final = ("create_pool", "map_region")
+_BACKEND_METHODS: Final = ("plan_pools", "create_pool", "adopt_pool", "map_region")
 _ENGINE_METHODS: Final = ("is_available", "import_error", "unsupported", "open")
 _POLICY_METHODS: Final = (
     *("add", "touch", "remove", "pop", "put_back", "park", "unpark", "coldest"),

@@ -63,6 +63,20 @@ def get_logger(name: str) -> Log:
     return Log(structlog.get_logger(name))
 
 
+def visible(text: str) -> str:
+    """``text`` without anything that a terminal would obey, line ends included: clients choose names and facts."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
+
+
+def _all_visible(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """What goes to a terminal obeys this program alone."""
+    return {name: visible(value) if isinstance(value, str) else value for name, value in event.items()}
+
+
 @define(eq=False)
 class _Sink:
     """Writes lines; tells how many were lost once lines can be written again."""
@@ -105,6 +119,7 @@ def setup(level: str = "info", *, json: bool = False, stream: TextIO | None = No
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *([] if json else [_all_visible]),
             structlog.processors.StackInfoRenderer(),
             *([structlog.processors.format_exc_info] if json else []),
             renderer,

@@ -11,9 +11,10 @@ from typing import Any
 import click
 from attrs import define
 
-from maru_core.cli.common import Target, fail, settings, table, visible, where
+from maru_core.cli.common import Target, fail, settings, table, where
 from maru_core.client.peek import Peek
 from maru_core.errors import ConfigError, MaruError
+from maru_core.logs import visible
 from maru_core.pool_format import DIGEST_SIZE
 from maru_core.protocol import AdminVerb
 from maru_core.protocol.messages import EVERYTHING

@@ -16,6 +16,7 @@ from maru_core.client.bootstrap import is_listening
 from maru_core.client.peek import Peek
 from maru_core.config import PREFIX, MaruConfig
 from maru_core.errors import ConfigError, MaruError
+from maru_core.logs import visible
 from maru_core.runtime_dir import RuntimeDir, check_url
 
 #: Options that are not called as their setting is.
@@ -94,15 +95,6 @@ def fail(error: MaruError, code: int) -> NoReturn:
     lines = str(error).split("\n")
     click.echo("maru: " + "\n  ".join(map(visible, lines)), err=True)
     sys.exit(code)
-
-
-def visible(text: str) -> str:
-    """``text`` without anything that a terminal would obey, line ends included: clients choose names and facts."""
-    if text.isprintable():
-        return text
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
-    )
 
 
 def table(rows: list[list[str]]) -> str:

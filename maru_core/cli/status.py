@@ -9,8 +9,9 @@ from typing import Any
 
 import click
 
-from maru_core.cli.common import Target, fail, settings, table, visible, where
+from maru_core.cli.common import Target, fail, settings, table, where
 from maru_core.errors import ConfigError, MaruError, ServerError, Unavailable
+from maru_core.logs import visible
 from maru_core.sizes import format_size
 
 #: Exit code when no server answers.

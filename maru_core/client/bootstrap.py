@@ -15,7 +15,7 @@ from pathlib import Path
 
 import maru_core
 from maru_core import logs
-from maru_core.config import MaruConfig
+from maru_core.config import PREFIX, MaruConfig
 from maru_core.errors import BackendError, ConfigError, Unavailable
 from maru_core.runtime_dir import RuntimeDir
 
@@ -25,6 +25,11 @@ EXIT_TAKEN = 3
 DEFAULT_GRANULE = 64 * 1024
 #: Longest wait for a server that was started, seconds.
 START_TIMEOUT = 10.0
+#: Settings of pools that a started server is told when they are set.
+_POOL_SETTINGS = (
+    *("pool_size", "pool_path", "cpu_pool_size", "cxl_pool_size", "cxl_pool_path"),
+    *("write_order", "read_order", "demote", "promote", "visibility"),
+)
 _POLL = 0.02
 _RETRY = 0.2
 _LOG_TAIL = 400
@@ -99,19 +104,25 @@ class ServerStarter:
         looks them up), so the server must be nobody's: a process in between forks and exits at once.
         """
         config = self._config
-        options = {
+        said, defaults, flags = config.describe(), MaruConfig().describe(), list[str]()
+        options: dict[str, object] = {
             "--runtime-dir": self._folder.path,
             "--url": "auto",
             "--storage-backend": config.storage_backend,
             "--eviction-policy": config.eviction_policy,
-            "--pool-size": config.pool_size_of(config.storage_backend),
             "--granule": self._granule,
             "--idle-exit": config.idle_exit,
             "--lease-share": config.lease_share,
             "--dma-grace": config.dma_grace,
         }
-        if config.pool_path is not None:
-            options["--pool-path"] = config.pool_path
+        for name in _POOL_SETTINGS:
+            value, source = said[PREFIX + name]
+            if source != "default" or value != defaults[PREFIX + name][0]:
+                option = "--" + name.replace("_", "-")
+                if isinstance(value, bool):
+                    flags.append(option if value else option.replace("--", "--no-", 1))
+                else:
+                    options[option] = ",".join(value) if isinstance(value, tuple) else value
         # The child runs in /, so what made this package importable here must not be a relative path there.
         source = str(Path(maru_core.__file__).resolve().parent.parent)
         paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -127,6 +138,7 @@ class ServerStarter:
         command += ["--report-fd", str(result)]
         for option, value in options.items():
             command += [option, str(value)]
+        command += flags
         try:
             subprocess.run(
                 command,

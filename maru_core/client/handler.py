@@ -278,7 +278,7 @@ class _Opener:
             previous=previous,
             held=link.holdings.seal(),
             # Not only when somebody else started the server: the server sees no limit in what is not below its pool.
-            quota=self._config.quota_wish(self._config.storage_backend),
+            quota=self._config.quota_wish(),
         )
         resumed = previous is not None and previous.id == session.id
         try:
@@ -316,25 +316,26 @@ class _Opener:
         if self._told:
             return
         self._told = True
-        for pool in session.pools:
-            wanted = self._config.quota_wish(pool.backend)
-            if not wanted:
-                continue
-            # Backends round down to whole pages.
-            if pool.size - wanted >= _PAGE:
-                self._log.warning(
-                    "the server's pool is larger than maru_pool_size, which is the quota of this engine's namespace",
-                    pool_size=pool.size,
-                    quota=wanted,
-                    server_pid=session.server_pid,
-                )
-            elif wanted - pool.size >= _PAGE and self._config.server_url == "auto":
-                self._log.warning(
-                    "the server's pool has another size than this engine asks for; the first engine's counts",
-                    pool_size=pool.size,
-                    asked_for=wanted,
-                    server_pid=session.server_pid,
-                )
+        wanted = self._config.quota_wish()
+        if not wanted:
+            return
+        there = sum(pool.size for pool in session.pools)
+        # Backends round down to whole pages.
+        slack = _PAGE * len(session.pools)
+        if there - wanted >= slack:
+            self._log.warning(
+                "the server's pools are larger than this engine's sizes, which are the quota of its namespace",
+                pool_size=there,
+                quota=wanted,
+                server_pid=session.server_pid,
+            )
+        elif wanted - there >= slack and self._config.server_url == "auto":
+            self._log.warning(
+                "the server's pools have another size than this engine asks for; the first engine's counts",
+                pool_size=there,
+                asked_for=wanted,
+                server_pid=session.server_pid,
+            )
 
     def _map(self, session: Session) -> None:
         try:

@@ -165,7 +165,11 @@ class Presence(IntEnum):
 
 @frozen
 class PoolDescriptor:
-    """What a client needs to map one pool. Sizes and offsets in bytes; ``identity`` as in the pool's superblock."""
+    """What a client needs to map one pool. Sizes and offsets in bytes; ``identity`` as in the pool's superblock.
+
+    ``flush``: hosts that are not coherent with each other share it, so that caches are written back after a write and
+    emptied before a read.
+    """
 
     pool: int
     backend: str
@@ -177,6 +181,7 @@ class PoolDescriptor:
     entry_count: int
     table_offset: int
     data_offset: int
+    flush: bool = False
 
     def data_at(self, entry: int) -> int:
         """Offset in the pool of the data of ``entry`` (a number over all pools)."""
@@ -199,12 +204,13 @@ class PoolDescriptor:
             self.entry_count,
             self.table_offset,
             self.data_offset,
+            self.flush,
         ]
 
     @classmethod
     def from_wire(cls, raw: object) -> PoolDescriptor:
         """Check and decode what HELLO carried; raises ProtocolError."""
-        kinds = (int, str, str, bytes, int, int, int, int, int, int)
+        kinds = (int, str, str, bytes, int, int, int, int, int, int, bool)
         if not isinstance(raw, list) or len(raw) != len(kinds):
             raise ProtocolError(f"a pool descriptor must be an array of {len(kinds)}, got {raw!r}")
         for value, kind in zip(raw, kinds, strict=True):

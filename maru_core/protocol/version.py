@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from typing import Final
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3

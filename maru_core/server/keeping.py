@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from maru_core.runtime_dir import RuntimeDir
@@ -19,14 +19,13 @@ _TOUCHED = 256
 class FolderKeeper:
     """Holds shared locks on the folders, which systemd's cleaner leaves alone then, and touches their files.
 
-    ``clock`` in seconds, monotonic. ``pool_path``: a folder that stays without a lock, as backends lock it themselves.
+    ``clock`` in seconds, monotonic. ``pool_paths``: folders that stay without a lock, as backends lock them themselves.
     """
 
-    def __init__(self, runtime: RuntimeDir, clock: Callable[[], float], pool_path: str | None = None) -> None:
+    def __init__(self, runtime: RuntimeDir, clock: Callable[[], float], pool_paths: Iterable[str] = ()) -> None:
         self._runtime = runtime
-        self._lockable = [runtime.path, runtime.sessions]
-        if pool_path is not None:
-            self._lockable = [path for path in self._lockable if os.path.realpath(path) != os.path.realpath(pool_path)]
+        elsewhere = {os.path.realpath(path) for path in pool_paths}
+        self._lockable = [path for path in (runtime.path, runtime.sessions) if os.path.realpath(path) not in elsewhere]
         self._clock = clock
         self._due = clock() + TOUCH_INTERVAL
         self._waiting: deque[Path] = deque()

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from attrs import asdict, frozen
 
 from maru_core import logs
-from maru_core.contracts import PolicyFactory, Pool, PoolRequest
+from maru_core.contracts import PolicyFactory, Pool, PoolPlan, PoolRequest, StorageBackend
 from maru_core.errors import BackendError, MaruError
 from maru_core.pool_format import HEADER_SIZE
 from maru_core.protocol.messages import NO_ENTRY
@@ -23,18 +23,23 @@ _PREFAULT = 1 << 20
 
 @frozen
 class Memory:
-    """What the pools are to be. Sizes in bytes; ``owner``: unique to the runtime folder.
+    """What the pools are to be. Sizes in bytes; ``owner``, ``shared_by_hosts`` and ``take_over`` as in PoolRequest.
 
     ``lease_share`` and ``namespace_quota`` as in :class:`Directory`.
     """
 
-    sizes: tuple[int, ...]
+    plans: tuple[PoolPlan, ...]
     granule: int
-    path: str | None
     owner: str
+    shared_by_hosts: bool
+    take_over: bool
     lease_share: float
     namespace_quota: int | None
     policy: PolicyFactory
+
+
+#: Makes the pool of a plan, or takes it over.
+MakePool = Callable[[PoolPlan, PoolRequest], Pool]
 
 
 class Pools:
@@ -44,11 +49,23 @@ class Pools:
         self.arenas: list[Arena] = []
         self._pools: list[tuple[Pool, memoryview]] = []
 
-    def add_all(self, memory: Memory, make: Callable[[PoolRequest], Pool]) -> None:
+    def add_all(self, memory: Memory, make: MakePool) -> None:
         """Make every pool of ``memory``; raises BackendError."""
         base = 0
-        for number, size in enumerate(memory.sizes):
-            pool = make(PoolRequest(number, size, memory.granule, base, memory.path, memory.owner))
+        for number, plan in enumerate(memory.plans):
+            pool = make(
+                plan,
+                PoolRequest(
+                    number,
+                    plan.size,
+                    memory.granule,
+                    base,
+                    plan.path,
+                    memory.owner,
+                    memory.shared_by_hosts,
+                    memory.take_over,
+                ),
+            )
             descriptor = pool.region.descriptor
             end = descriptor.table_offset + descriptor.entry_count * HEADER_SIZE
             table = pool.region.buffer[descriptor.table_offset : end]
@@ -84,7 +101,7 @@ def _directory(memory: Memory, pools: Pools, epochs: Mapping[bytes, int]) -> Dir
 
 def start_cold(
     memory: Memory,
-    create: Callable[[PoolRequest], Pool],
+    backends: Callable[[str], StorageBackend],
     epochs: Mapping[bytes, int],
     keep: bool,
     cleanup: ExitStack,
@@ -96,7 +113,7 @@ def start_cold(
     pools = Pools()
     with ExitStack() as attempt:
         attempt.callback(pools.close, False)
-        pools.add_all(memory, create)
+        pools.add_all(memory, lambda plan, request: backends(plan.backend).create_pool(request))
         pools.prefault()
         attempt.pop_all()
     cleanup.callback(pools.close, keep)
@@ -105,7 +122,7 @@ def start_cold(
 
 def start_warm(
     memory: Memory,
-    adopt: Callable[[PoolRequest], Pool | None],
+    backends: Callable[[str], StorageBackend],
     epochs: Mapping[bytes, int],
     keep: bool,
     cleanup: ExitStack,
@@ -120,8 +137,8 @@ def start_warm(
     log = logs.get_logger(__name__)
     pools = Pools()
 
-    def take_over(request: PoolRequest) -> Pool:
-        pool = adopt(request)
+    def take_over(plan: PoolPlan, request: PoolRequest) -> Pool:
+        pool = backends(plan.backend).adopt_pool(request)
         if pool is None:
             raise BackendError(f"pool {request.pool} of an earlier server is not there, or is another one")
         return pool

@@ -18,7 +18,8 @@ from attrs import frozen
 
 from maru_core import __version__, logs
 from maru_core.access import KeyRing
-from maru_core.contracts import PolicyFactory, StorageBackend
+from maru_core.address import Address
+from maru_core.contracts import PolicyFactory, PoolPlan, StorageBackend
 from maru_core.errors import ConfigError
 from maru_core.protocol.version import PROTOCOL_VERSION
 from maru_core.runtime_dir import RuntimeDir, check_url
@@ -43,6 +44,9 @@ _ENTRY_MEMORY = 512
 class ServerSettings:
     """What a server is started with. Sizes in bytes, times in seconds.
 
+    ``pools``: in the order in which objects are placed. ``read_order``: their numbers, those first where an object that
+    is in several is read. ``demote``, ``promote``: whether objects move between pools, see :class:`Directory`.
+    ``shared_by_hosts`` ``None``: if it listens where other hosts reach it. ``take_over``: see PoolRequest.
     ``url`` ``None``: the socket of the runtime folder. ``runtime_dir`` ``None``: the per-user folder. ``idle_exit``
     ``None``: serve until stopped. ``lease_share``: the part of a pool that one session may lease. ``keep_pools``: leave
     the pools in memory at the end, for the next server of this folder. ``dma_grace``: how long devices of a client that
@@ -51,9 +55,8 @@ class ServerSettings:
     ``keys``: folder of the keys that a ``tcp`` address uses. ``metrics``: ``host:port`` of the listener for Prometheus.
     """
 
-    pool_sizes: tuple[int, ...]
+    pools: tuple[PoolPlan, ...]
     granule: int = 64 * 1024
-    pool_path: str | None = None
     url: str | None = None
     runtime_dir: str | None = None
     idle_exit: float | None = None
@@ -64,23 +67,36 @@ class ServerSettings:
     keys: str | None = None
     metrics: str | None = None
     eviction_policy: PolicyFactory = least_recently_used
+    read_order: tuple[int, ...] = ()
+    demote: bool = True
+    promote: bool = False
+    shared_by_hosts: bool | None = None
+    take_over: bool = False
 
 
 def run_server(
-    settings: ServerSettings, backend: StorageBackend, *, ready: Callable[[str], None] | None = None
+    settings: ServerSettings,
+    backends: Callable[[str], StorageBackend],
+    *,
+    ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT, SIGHUP or idle; ``ready`` is called with the address once clients can connect.
+
+    ``backends`` finds the backend of a pool by name.
 
     What a killed server of this runtime folder left in memory is served again if it is still there and as it was left;
     else the start is cold. Raises AlreadyRunning when another server has the runtime folder, ConfigError for a setting,
     BackendError when there is no room for a pool. Nothing stays behind, except the lock file, the administration's
     credential, and the weights epochs once there was a reset.
     """
-    if not settings.pool_sizes or not 0 < settings.lease_share <= 1:
+    if not settings.pools or not 0 < settings.lease_share <= 1:
         raise ConfigError(f"a server needs a pool and a lease share in (0, 1], got {settings}")
     log = logs.get_logger(__name__)
     runtime = RuntimeDir.open(settings.runtime_dir)
     url = check_url(settings.url, secured=settings.keys is not None) if settings.url else runtime.url
+    shared_by_hosts = settings.shared_by_hosts
+    if shared_by_hosts is None:
+        shared_by_hosts = not Address.parse(url).is_local
     keys = None
     if settings.keys is not None and url.startswith("tcp:"):
         try:
@@ -91,7 +107,7 @@ def run_server(
         cleanup.callback(os.close, runtime.lock_server())
         locks = SessionLocks(runtime.sessions)
         earlier = locks.prepare()
-        keeper = FolderKeeper(runtime, time.monotonic, settings.pool_path)
+        keeper = FolderKeeper(runtime, time.monotonic, {plan.path for plan in settings.pools if plan.path})
         cleanup.callback(keeper.close)
         keeper()
         cleanup.callback(locks.close, settings.keep_pools)
@@ -101,25 +117,26 @@ def run_server(
         _allow_many_sessions()
         give_back_large_blocks()
         memory = Memory(
-            settings.pool_sizes,
+            settings.pools,
             settings.granule,
-            settings.pool_path,
             runtime.owner,
+            shared_by_hosts,
+            settings.take_over,
             settings.lease_share,
             settings.namespace_quota,
             settings.eviction_policy,
         )
-        sessions = SessionRegistry(len(settings.pool_sizes), lambda: secrets.randbits(63))
+        sessions = SessionRegistry(len(settings.pools), lambda: secrets.randbits(63))
         sessions.most = places()
         keep, now = settings.keep_pools, time.monotonic()
         # What is built here lives as long as the server: looking for garbage in it takes longer than building it.
         gc.disable()
         cleanup.callback(gc.enable)
-        directory = start_warm(memory, backend.adopt_pool, epochs, keep, cleanup, earlier, sessions, now)
+        directory = start_warm(memory, backends, epochs, keep, cleanup, earlier, sessions, now)
         if directory is None:
             for session in earlier:
                 locks.remove(session)
-            directory = start_cold(memory, backend.create_pool, epochs, keep, cleanup)
+            directory = start_cold(memory, backends, epochs, keep, cleanup)
         epoch = secrets.randbits(63) | 1
         handlers = Handlers(
             directory, sessions, locks, weights, epoch, os.getpid(), time.monotonic, settings.dma_grace, access=keys
@@ -154,7 +171,7 @@ def run_server(
             log.info(
                 "pool ready",
                 pool=arena.number,
-                backend=backend.name,
+                backend=arena.descriptor.backend,
                 location=arena.descriptor.location,
                 bytes=arena.descriptor.size,
                 granule=arena.granule,

@@ -19,7 +19,7 @@ import msgpack
 import pytest
 from attrs import evolve
 
-from maru_core.contracts import Pool, PoolRequest, Region, StorageBackend
+from maru_core.contracts import Pool, PoolRequest, PoolWish, Region, StorageBackend
 from maru_core.errors import BackendError
 from maru_core.pool_format import HEADER_SIZE, SUPERBLOCK_SIZE, unpack_superblock
 from maru_core.protocol import PoolDescriptor
@@ -68,6 +68,16 @@ class BackendContract:
         yield make
         for region in made:
             region.close()
+
+    def test_its_plan_is_what_it_makes(self, backend: StorageBackend, ask: PoolRequest, create: Create) -> None:
+        def others(name: str) -> StorageBackend:
+            assert name == backend.name
+            return backend
+
+        (plan,) = backend.plan_pools(PoolWish(backend.name, ask.size, ask.path), others)
+        assert plan.backend == backend.name
+        assert ask.size / 1.05 <= plan.size <= ask.size
+        assert create(size=plan.size, path=plan.path).region.descriptor.backend == backend.name
 
     def test_a_new_pool_is_as_large_as_asked_and_empty(self, create: Create, ask: PoolRequest) -> None:
         region = create(entry_base=1000).region

@@ -101,9 +101,9 @@ def test_a_pool_size_that_nobody_set_is_no_wish(folder: Folder, capsys: pytest.C
         with MaruHandler.connect(config, namespace, host=PluginHost.with_plugins({}, built_ins=True)) as handler:
             (mine,) = handler.server_stats()["namespaces"]
             assert mine["quota"] == quota
-    assert MaruConfig.from_mapping({"maru_pool_size": "4G"}, {}).quota_wish("cpu") == 4 << 30
-    assert MaruConfig.from_mapping({"maru_cpu_pool_size": "4G"}, {}).quota_wish("cpu") == 4 << 30
-    assert MaruConfig().quota_wish("cpu") == 0
+    assert MaruConfig.from_mapping({"maru_pool_size": "4G"}, {}).quota_wish() == 4 << 30
+    assert MaruConfig.from_mapping({"maru_cpu_pool_size": "4G"}, {}).quota_wish() == 4 << 30
+    assert MaruConfig().quota_wish() == 0
     assert "larger" in capsys.readouterr().out
 
 

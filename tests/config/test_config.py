@@ -94,6 +94,9 @@ def test_an_unknown_variable_is_warned_of_with_the_nearest() -> None:
         ("maru_write_order", ["cpu", 3]),
         ("maru_runtime_dir", "relative"),
         ("maru_pool_path", "/a\0b"),
+        ("maru_cxl_pool_path", "/dev/dax0.0,dax1.0"),
+        ("maru_cxl_pool_path", "/dev/dax0.0,/dev/../dev/dax0.0"),
+        ("maru_visibility", "everybody"),
         ("maru_cache_namespace", 7),
         ("maru_cache_namespace", "a\nb"),
         ("maru_cache_namespace", "x" * 257),
@@ -193,6 +196,33 @@ def test_a_current_name_wins_over_its_former_one() -> None:
 def test_a_pool_has_its_own_size_or_the_common_one() -> None:
     c = config({"maru_pool_size": "2G", "maru_cxl_pool_size": "8G"})
     assert [c.pool_size_of(name) for name in ("cpu", "cxl", "acme")] == [2 << 30, 8 << 30, 2 << 30]
+    assert config().pool_size_of("cxl") is None, "whole devices"
+    assert config({"maru_pool_size": "4G"}).pool_size_of("cxl") == 4 << 30
+
+
+@pytest.mark.parametrize(
+    ("extra", "quota"),
+    [
+        ({}, 0),
+        ({"maru_storage_backend": "cxl"}, 0),
+        ({"maru_storage_backend": "cxl", "maru_cxl_pool_size": "8G"}, 8 << 30),
+        ({"maru_storage_backend": "cpu", "maru_cxl_pool_size": "8G"}, 0),
+        ({"maru_storage_backend": "mixed", "maru_cpu_pool_size": "1G"}, 0),
+        ({"maru_storage_backend": "mixed", "maru_cpu_pool_size": "1G", "maru_cxl_pool_size": "8G"}, 9 << 30),
+        ({"maru_storage_backend": "mixed", "maru_pool_size": "2G", "maru_write_order": "cxl,cpu,acme"}, 6 << 30),
+    ],
+)
+def test_a_quota_is_what_the_sizes_that_were_set_add_up_to(extra: dict[str, str], quota: int) -> None:
+    assert config(extra).quota_wish() == quota
+
+
+def test_the_paths_of_cxl_are_its_own() -> None:
+    c = config({"maru_cxl_pool_path": "/dev/dax0.0, /dev/dax1.0/", "maru_pool_path": "/mnt/huge"})
+    assert (c.pool_path_of("cxl"), c.pool_path_of("cpu")) == ("/dev/dax0.0,/dev/dax1.0", "/mnt/huge")
+    mixed = config({"maru_storage_backend": "mixed", "maru_pool_path": "/mnt/huge"})
+    assert (mixed.pool_path_of("cxl"), mixed.pool_path_of("cpu")) == (None, "/mnt/huge")
+    alone = config({"maru_storage_backend": "cxl", "maru_pool_path": "/dev/dax0.0"})
+    assert alone.pool_path_of("cxl") == "/dev/dax0.0"
 
 
 def test_the_runtime_folder_is_the_operators_or_the_users() -> None:

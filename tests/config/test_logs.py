@@ -23,6 +23,16 @@ def test_lines_for_people_leave_stdout_alone(capsys: pytest.CaptureFixture[str])
     assert "\x1b[" not in err
 
 
+def test_a_terminal_obeys_nothing_that_a_client_chose() -> None:
+    stream = io.StringIO()
+    logs.setup(stream=stream)
+    structlog.get_logger("x").info("session lost", client="\x1b[2Jgone", known=["\x1b[31m"])
+    (line,) = stream.getvalue().splitlines()
+    assert "\x1b" not in line
+    assert "\r" not in line
+    assert "gone" in line
+
+
 def test_lines_for_machines_are_json_with_level_time_and_traceback() -> None:
     stream = io.StringIO()
     logs.setup(json=True, stream=stream)

@@ -18,7 +18,8 @@ from maru_core.errors import PluginError
 from maru_core.host import PluginHost, PluginInfo
 from tests.host.vendor import BACKEND, install
 
-BUILT_INS = ("cpu", "torch-copy", "eviction")
+BUILT_INS = tuple(discovery.BUILT_INS)
+BACKENDS = ["cpu", "mixed"]
 Installer = Callable[..., str]
 
 
@@ -48,7 +49,7 @@ def test_built_ins_come_without_an_installation_whatever_the_list_says(tmp_path:
             host = discover(tmp_path, allowed)
         assert [i.name for i in host.report()] == list(BUILT_INS)
         assert all(i.built_in and i.status == "active" for i in host.report())
-        assert list(host.backends()) == ["cpu"]
+        assert list(host.backends()) == BACKENDS
         assert list(host.engines()) == ["torch-copy"]
 
 
@@ -77,7 +78,7 @@ def test_the_list_selects(sandbox: Path, allowed: tuple[str, ...] | None, active
         install(sandbox, f"dist-{name}", {name: f"vendor_{name}"}, {f"vendor_{name}": BACKEND.format(name=name)})
     host = discover(sandbox, allowed)
     assert {i.name for i in host.report() if i.status == "active"} == {*BUILT_INS, *active}
-    assert set(host.backends()) == {"cpu", *active}
+    assert set(host.backends()) == {*BACKENDS, *active}
     for name in {"alpha", "beta"} - active:
         assert info(host, name).status == "not selected"
         assert f"vendor_{name}" not in sys.modules
@@ -106,7 +107,7 @@ print(json.dumps([loaded, sorted(host.backends()), "torch" in sys.modules]))
     run = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     loaded, backends, torch = json.loads(run.stdout.splitlines()[-1])
     assert loaded == imported
-    assert backends == sorted(["cpu", *(name.removeprefix("vendor_") for name in imported)])
+    assert backends == sorted([*BACKENDS, *(name.removeprefix("vendor_") for name in imported)])
     assert not torch
 
 
@@ -223,7 +224,7 @@ def test_a_broken_plugin_is_logged_once_and_dropped_as_a_whole(sandbox: Path, ki
     assert info(host, "bad").status == "failed"
     assert info(host, "bad").reason == warning["reason"] != ""
     assert info(host, "bad").provides == ()
-    assert set(host.backends()) == {"cpu", "good"}
+    assert set(host.backends()) == {*BACKENDS, "good"}
     assert set(host.engines()) == {"torch-copy"}
 
 
@@ -253,7 +254,7 @@ def test_of_two_plugins_with_one_name_the_first_in_a_fixed_order_is_used(tmp_pat
         path = [str(tmp_path / name) for name in order]
         with capture_logs() as logs:
             host = PluginHost.discover(PluginSettings(), path=path)
-        assert set(host.backends()) == {"cpu", "beta"}
+        assert set(host.backends()) == {*BACKENDS, "beta"}
         assert [(i.distribution, i.status) for i in host.report() if i.name == "twin"] == [
             ("dist-beta", "active"),
             ("dist-zeta", "duplicate"),
@@ -283,12 +284,8 @@ def test_only_our_own_distribution_may_vouch_for_a_built_in(tmp_path: Path) -> N
     with capture_logs():
         host = discover(tmp_path)
     assert [(i.name, i.distribution, i.status) for i in host.report()] == [
-        ("cpu", "maru-kv", "active"),
-        ("torch-copy", "maru-kv", "active"),
-        ("eviction", "maru-kv", "active"),
-        ("cpu", "aaa", "duplicate"),
-        ("eviction", "aaa", "duplicate"),
-        ("torch-copy", "aaa", "duplicate"),
+        *((name, "maru-kv", "active") for name in BUILT_INS),
+        *((name, "aaa", "duplicate") for name in sorted(BUILT_INS)),
     ]
 
 

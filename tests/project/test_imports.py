@@ -183,4 +183,4 @@ host = PluginHost.discover(PluginSettings(()), path=[])
 print(json.dumps([sorted(host.backends()), sorted(host.engines()), "torch" in sys.modules]))
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert json.loads(run.stdout) == [["cpu"], ["torch-copy"], False]
+    assert json.loads(run.stdout) == [["cpu", "mixed"], ["torch-copy"], False]

@@ -67,7 +67,7 @@ ISOLATED = """
     def test_discovery_finds_nothing_even_when_all_are_allowed():
         for settings in (PluginSettings(), PluginSettings.from_environ(os.environ), PluginSettings(("told",))):
             host = PluginHost.discover(settings)
-            assert [i.name for i in host.report()] == ["cpu", "torch-copy", "eviction"]
+            assert [i.name for i in host.report()] == ["cpu", "mixed", "torch-copy", "eviction"]
 
     def test_child():
         code = (
@@ -76,7 +76,7 @@ ISOLATED = """
             "print([i.name for i in host.report() if i.status == 'active'])"
         )
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        assert out.strip() == "['cpu', 'torch-copy', 'eviction']"
+        assert out.strip() == "['cpu', 'mixed', 'torch-copy', 'eviction']"
 """
 
 
@@ -177,9 +177,9 @@ def test_fixtures(runner: Runner) -> None:
 
         def test_host(maru_host, maru_fake_backend):
             host = maru_host({"fake": maru_fake_backend})
-            assert sorted(host.backends()) == ["cpu", "fake"]
+            assert sorted(host.backends()) == ["cpu", "fake", "mixed"]
             assert host.backend("fake") is maru_fake_backend
-            assert sorted(maru_host().backends()) == ["cpu"]
+            assert sorted(maru_host().backends()) == ["cpu", "mixed"]
 
         def test_host_is_strict(maru_host):
             with pytest.raises(PluginError):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from maru_core.contracts import PoolRequest
+from maru_core.contracts import PoolPlan, PoolRequest
 from maru_core.pool_format import SUPERBLOCK_SIZE, Superblock, pack_superblock, plan_pool, unpack_superblock
 from maru_core.protocol.messages import PoolDescriptor
 from maru_core.runtime_dir import AlreadyRunning
@@ -126,9 +126,8 @@ def main() -> int:
     options = parser.parse_args()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     settings = ServerSettings(
-        tuple(options.size or [4 << 20]),
+        tuple(PoolPlan("file", size, options.runtime_dir) for size in options.size or [4 << 20]),
         options.granule,
-        options.runtime_dir,
         options.url,
         options.runtime_dir,
         options.idle_exit,
@@ -140,7 +139,7 @@ def main() -> int:
         options.metrics,
     )
     try:
-        run_server(settings, FileBackend(), ready=lambda address: print(address, flush=True))
+        run_server(settings, lambda name: FileBackend(), ready=lambda address: print(address, flush=True))
     except AlreadyRunning as error:
         print(error, file=sys.stderr)
         return 3

@@ -73,7 +73,7 @@ def test_a_folder_of_pools_is_left_to_the_backend(tmp_path):
     runtime = RuntimeDir.open(tmp_path / "run")
     runtime.sessions.mkdir()
     (tmp_path / "link").symlink_to(runtime.path)
-    keeper = FolderKeeper(runtime, lambda: 0.0, str(tmp_path / "link"))
+    keeper = FolderKeeper(runtime, lambda: 0.0, [str(tmp_path / "link")])
     keeper()
     assert can_be_cleaned(runtime.path)
     assert not can_be_cleaned(runtime.sessions)

@@ -266,11 +266,13 @@ def test_objects_spread_over_two_pools(start_server, connect):
 
 def test_run_server_needs_no_main_thread(runtime_dir, context):
     """Embedded in a thread it serves until it is idle, and sets no signal handler."""
+    from maru_core.contracts import PoolPlan
     from maru_core.server import ServerSettings, run_server
 
     urls: list[str] = []
-    settings = ServerSettings((1 << 20,), 4096, str(runtime_dir), None, str(runtime_dir), 0.5)
-    thread = threading.Thread(target=run_server, args=(settings, FileBackend()), kwargs={"ready": urls.append})
+    settings = ServerSettings((PoolPlan("file", 1 << 20, str(runtime_dir)),), 4096, None, str(runtime_dir), 0.5)
+    arguments = (settings, lambda name: FileBackend())
+    thread = threading.Thread(target=run_server, args=arguments, kwargs={"ready": urls.append})
     before = signal.getsignal(signal.SIGTERM)
     thread.start()
     wait_for(lambda: urls)

@@ -1,0 +1,52 @@
+"""Which pools a server has: what the operator asked for, turned into plans by the backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from maru_core.config import MaruConfig
+from maru_core.contracts import PoolPlan, PoolWish, StorageBackend
+from maru_core.errors import BackendError, ConfigError
+
+#: The backend that puts the pools of others together.
+MIXED = "mixed"
+
+
+def pool_wish(config: MaruConfig) -> PoolWish:
+    """What ``config`` asks its storage backend for."""
+    if config.storage_backend != MIXED:
+        return _wish_of(config, config.storage_backend)
+    if MIXED in config.write_order:
+        raise ConfigError("maru_write_order names mixed; it lists the backends that mixed puts together")
+    return PoolWish(MIXED, None, None, tuple(_wish_of(config, name) for name in config.write_order))
+
+
+def plan_pools(wish: PoolWish, backends: Callable[[str], StorageBackend]) -> tuple[PoolPlan, ...]:
+    """The pools that fulfil ``wish``, in the order in which objects are placed; raises BackendError."""
+    plans = tuple(backends(wish.backend).plan_pools(wish, backends))
+    if not plans:
+        raise BackendError(f"backend {wish.backend} plans no pool for {wish}")
+    for plan in plans:
+        if not isinstance(plan, PoolPlan):
+            raise BackendError(f"backend {wish.backend} plans {plan!r}, which is no PoolPlan")
+    return plans
+
+
+def read_order(config: MaruConfig, plans: Sequence[PoolPlan]) -> tuple[int, ...]:
+    """Numbers of the pools in the order in which they are read where an object is in several.
+
+    Backends that ``maru_read_order`` does not name come last, in the order of ``plans``. Raises ConfigError for one
+    that has no pool.
+    """
+    names = [plan.backend for plan in plans]
+    for name in config.read_order:
+        if name not in names:
+            raise ConfigError(
+                f"maru_read_order names {name}, there are pools of {', '.join(dict.fromkeys(names))} only"
+            )
+    ranks = {name: rank for rank, name in enumerate(config.read_order)}
+    return tuple(sorted(range(len(names)), key=lambda number: (ranks.get(names[number], len(ranks)), number)))
+
+
+def _wish_of(config: MaruConfig, backend: str) -> PoolWish:
+    return PoolWish(backend, config.pool_size_of(backend), config.pool_path_of(backend))

@@ -1,0 +1,92 @@
+"""Pools of several backends under one name: which there are, in which order they are filled and read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from maru_backends.mixed import MixedBackend
+from maru_core.client import MaruHandler
+from maru_core.config import MaruConfig
+from maru_core.contracts import PoolPlan, PoolRequest, PoolWish
+from maru_core.errors import BackendError, ConfigError
+from maru_core.fakes import FakeBackend
+from maru_core.host import PluginHost
+from maru_core.namespace import Namespace
+from maru_core.pools import plan_pools, pool_wish, read_order
+from maru_core.testing import ServerFactory
+
+
+class _Twice(FakeBackend):
+    """A backend of two devices."""
+
+    name = "twice"  # type: ignore[misc]
+
+    def plan_pools(self, wish: PoolWish, backends: Any) -> list[PoolPlan]:
+        assert wish.size is not None
+        return [PoolPlan("twice", wish.size // 2, path) for path in ("/dev/one", "/dev/two")]
+
+
+def _config(**settings: object) -> MaruConfig:
+    return MaruConfig.from_mapping({f"maru_{name}": value for name, value in settings.items()}, {})
+
+
+def _plans(config: MaruConfig) -> tuple[PoolPlan, ...]:
+    host = PluginHost.with_plugins({"fake": FakeBackend(), "twice": _Twice()}, built_ins=True, strict=True)
+    return plan_pools(pool_wish(config), host.backend)
+
+
+def test_one_backend_plans_its_own_pools() -> None:
+    assert _plans(_config(pool_size="2M", pool_path="/x")) == (PoolPlan("cpu", 2 << 20, "/x"),)
+
+
+def test_mixed_plans_those_of_its_members_in_write_order() -> None:
+    config = _config(storage_backend="mixed", write_order="twice,cpu,fake", pool_size="4M", cpu_pool_size="1M")
+    plans = _plans(config)
+    assert plans == (
+        PoolPlan("twice", 2 << 20, "/dev/one"),
+        PoolPlan("twice", 2 << 20, "/dev/two"),
+        PoolPlan("cpu", 1 << 20, None),
+        PoolPlan("fake", 4 << 20, None),
+    )
+    assert read_order(config, plans) == (0, 1, 2, 3)
+    other = _config(storage_backend="mixed", read_order="fake,twice")
+    assert read_order(other, plans) == (3, 0, 1, 2)
+
+
+def test_what_cannot_be_is_refused_with_the_setting() -> None:
+    with pytest.raises(ConfigError, match="maru_write_order names mixed"):
+        _plans(_config(storage_backend="mixed", write_order="cpu,mixed"))
+    with pytest.raises(BackendError, match="maru_write_order"):
+        _plans(_config(storage_backend="mixed", write_order=""))
+    with pytest.raises(BackendError, match="acme"):
+        _plans(_config(storage_backend="mixed", write_order="cpu,acme"))
+    with pytest.raises(ConfigError, match="maru_read_order names cxl, there are pools of cpu only"):
+        read_order(_config(read_order="cxl"), [PoolPlan("cpu", 1 << 20, None)])
+
+
+@pytest.mark.parametrize("answer", [[], ["cpu"]])
+def test_a_backend_that_plans_nonsense_is_refused(answer: list[Any]) -> None:
+    class Odd(FakeBackend):
+        def plan_pools(self, wish: PoolWish, backends: Any) -> list[Any]:
+            return answer
+
+    with pytest.raises(BackendError, match="backend fake plans"):
+        plan_pools(PoolWish("fake", 1 << 20, None), lambda name: Odd())
+
+
+def test_mixed_has_no_pools_of_its_own() -> None:
+    with pytest.raises(BackendError, match="no pools of its own"):
+        MixedBackend().create_pool(PoolRequest(0, 1 << 20, 4096, 0, None, "t"))
+
+
+def test_a_server_serves_the_pools_of_its_members(maru_server: ServerFactory) -> None:
+    server = maru_server(storage_backend="mixed", write_order="cpu", cpu_pool_size="2M", pool_size="8M")
+    config = _config(server_url=server.url)
+    namespace = Namespace.of({"model": "m", "tokens": 256})
+    with MaruHandler.connect(config, namespace, host=PluginHost.with_plugins({}, built_ins=True)) as handler:
+        assert handler.store("k", b"bytes")
+        (pool,) = handler.server_stats()["pools"]
+        assert pool["backend"] == "cpu"
+        assert 0 < pool["capacity"] <= 2 << 20
