@@ -223,7 +223,7 @@ class MaruConfig:
     )
     storage_backend: str = _setting("cpu", NAME, "Kind of memory that pools are made of, by plugin name.")
     eviction_policy: str = _setting(
-        "lru", NAME, "Which object goes first when a pool is full, by policy: `lru`, `reuse`, or a plugin's."
+        "reuse", NAME, "Which object goes first when a pool is full, by policy: `reuse`, `lru`, or a plugin's."
     )
     pool_size: int = _setting(
         "4G",
