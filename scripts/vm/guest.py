@@ -126,9 +126,15 @@ class Guest:
         written.rename(stem.with_suffix(".job"))
         return Job(self, command, stem)
 
-    def run(self, command: str, seconds: float = 60.0, *, code: int | None = 0) -> str:
-        """Like :meth:`start`, and :meth:`Job.wait`."""
-        return self.start(command).wait(seconds, code=code)
+    def run(self, command: str, seconds: float = 120.0, *, code: int | None = 0) -> str:
+        """Like :meth:`start`, and :meth:`Job.wait`; what takes too long is killed."""
+        job = self.start(command)
+        try:
+            return job.wait(seconds, code=code)
+        except BaseException:
+            if job.code is None and self.process.poll() is None:
+                job.kill()
+            raise
 
     def until(self, done: Callable[[], bool], seconds: float, otherwise: str, job: Job | None = None) -> None:
         """Wait until ``done()``; raises GuestError when the guest dies or it takes longer."""

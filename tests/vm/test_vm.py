@@ -24,7 +24,7 @@ from scripts.vm.image import Image, prepared
 from scripts.vm.packages import NotRun
 from tests.vm.node import DEADLINE
 
-pytestmark = [pytest.mark.vm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
 
 MIB: Final = 1 << 20
 #: Usable bytes of the devices before the kernel takes its part.
@@ -35,8 +35,10 @@ ADDRESSES: Final = {"a": "10.0.0.1", "b": "10.0.0.2"}
 COUNT: Final = 12
 #: Objects that the host that dies holds leases on, and reservations of this many bytes each.
 LEASED, RESERVED, RESERVED_SIZE = 3, 4, 1 * MIB
-#: Bytes of the unit in which room is given.
-GRANULE: Final = 64 * 1024
+#: Seconds that an emulated processor may take beside waiting.
+SLACK: Final = 4.0
+#: Seconds after which something hangs for certain; nearly all takes less than ten, on quiet cores.
+PATIENCE: Final = 150.0
 
 
 @define
@@ -90,7 +92,7 @@ class World:
 
     def ask(self, name: str, server: str, *words: object) -> dict[str, Any]:
         """What a handler in a machine tells at its end."""
-        return last(self.node(name, server, *words).wait(120))
+        return last(self.node(name, server, *words).wait(PATIENCE))
 
 
 def last(output: str) -> dict[str, Any]:
@@ -165,7 +167,7 @@ def pair(world: World, a: Guest) -> World:
         pytest.skip(f"not run: hosts share a pool only where caches can be flushed, and {native.why_not()}")
     make_keys(a)
     world.server = serve(a)
-    world.server.says("serving", 60)
+    world.server.says("serving", PATIENCE)
     world.boot("b", 1)
     world.give_keys("a", "b")
     return world
@@ -175,7 +177,7 @@ def test_the_contract_and_servers_on_a_device(a: Guest) -> None:
     output = a.run(
         "export MARU_TEST_DAX=/dev/dax0.0 MARU_TEST_DAX_2=/dev/dax1.0; "
         "python3 -m pytest -q -p no:cacheprovider -rs --durations=10 -m device tests/backends tests/vm/test_device.py",
-        300,
+        540,
     )
     assert " passed" in output
     assert "skipped" not in output, output
@@ -194,18 +196,18 @@ def test_what_one_host_stores_the_other_reads_byte_exact(pair: World) -> None:
 def test_after_a_killed_server_both_hosts_go_on(pair: World) -> None:
     asking = {name: pair.node(name, "a", "ask", f"of-{name}", COUNT, "/tmp/killed") for name in "ab"}
     for job in asking.values():
-        job.says('"hits"', 60)
+        job.says('"hits"', PATIENCE)
     assert pair.server is not None
     pair.server.kill()
     pair.server = serve(pair.guests["a"])
-    pair.server.says("serving", 60)
+    pair.server.says("serving", PATIENCE)
     for name, job in asking.items():
         hits = last(job.output)["hits"]
-        pair.guests[name].until(partial(has_hits, job, hits + 3), 60, "it does not find its objects again", job)
+        pair.guests[name].until(partial(has_hits, job, hits + 3), PATIENCE, "it does not find its objects again", job)
         pair.guests[name].run("touch /tmp/killed")
-        told = last(job.wait(60))
+        told = last(job.wait(PATIENCE))
         assert told["wrong"] == []
-        assert told["longest"] < DEADLINE + 2
+        assert told["longest"] < DEADLINE + SLACK
 
 
 def has_hits(job: Job, count: int) -> bool:
@@ -215,10 +217,10 @@ def has_hits(job: Job, count: int) -> bool:
 
 def test_pages_of_a_host_that_died_stay_until_the_operator_says_so(pair: World) -> None:
     a = pair.guests["a"]
-    held = last(pair.node("b", "a", "hold", "of-a", LEASED, RESERVED, RESERVED_SIZE).says("{", 60))
+    held = last(pair.node("b", "a", "hold", "of-a", LEASED, RESERVED, RESERVED_SIZE).says("{", PATIENCE))
     assert (held["leased"], held["reserved"]) == (LEASED, RESERVED)
     asking = pair.node("a", "a", "ask", "of-b", COUNT, "/tmp/enough")
-    asking.says('"hits"', 60)
+    asking.says('"hits"', PATIENCE)
     pair.kill("b")
 
     # It is back before anybody is told that it died, with handlers that work beside what the dead ones hold.
@@ -237,12 +239,12 @@ def test_pages_of_a_host_that_died_stay_until_the_operator_says_so(pair: World) 
         assert pool["leased"] > 0
         return bool(pool["quarantined"] == held_bytes)
 
-    a.until(is_quarantined, 120, "what the dead host reserved is not quarantined")
+    a.until(is_quarantined, PATIENCE, "what the dead host reserved is not quarantined")
     (dead,) = [session for session in sessions(a, "b") if session["reserved"]]
     assert not dead["proof"]
     assert dead["reserved"] == held_bytes
     a.run("touch /tmp/enough")
-    told = last(asking.wait(60))
+    told = last(asking.wait(PATIENCE))
     assert told["wrong"] == []
     assert told["misses"] == 0
     assert told["stored"] > 0
@@ -260,28 +262,28 @@ def test_pages_of_a_host_that_died_stay_until_the_operator_says_so(pair: World) 
 
 def test_a_host_whose_server_died_with_another_host_has_misses(pair: World) -> None:
     asking = pair.node("b", "a", "ask", "of-b", COUNT, "/tmp/enough")
-    asking.says('"hits": 2', 60)
+    asking.says('"hits": 2', PATIENCE)
     reading = pair.node("b", "a", "hold", "of-b", LEASED, 0, 0)
-    reading.says("{", 60)
+    reading.says("{", PATIENCE)
     pair.kill("a")
-    asking.says('"misses": 4', 120)
+    asking.says('"misses": 4', PATIENCE)
     assert asking.code is None, "it goes on asking"
 
     b = pair.guests["b"]
     make_keys(b)
     # Handlers let go of the memory by themselves, but not of what somebody reads.
-    assert "still map" in serve(b, "--take-over").wait(60, code=1)
+    assert "still map" in serve(b, "--take-over").wait(PATIENCE, code=1)
     reading.kill()
     b.run("touch /tmp/enough")
-    told = last(asking.wait(60))
+    told = last(asking.wait(PATIENCE))
     assert told["wrong"] == []
-    assert told["longest"] < DEADLINE + 2
+    assert told["longest"] < DEADLINE + SLACK
 
-    refused = serve(b).wait(60, code=1)
+    refused = serve(b).wait(PATIENCE, code=1)
     assert "/dev/dax0.0 was shared with other hosts by process" in refused
     assert "on host 'a'" in refused
     assert "--take-over" in refused
-    serve(b, "--take-over").says("serving", 60)
+    serve(b, "--take-over").says("serving", PATIENCE)
     assert pair.ask("b", "b", "read", "of-b", COUNT) == {"exact": 0, "missing": COUNT, "wrong": []}
     assert pair.ask("b", "b", "write", "anew", COUNT) == {"stored": COUNT}
     assert pair.ask("b", "b", "read", "anew", COUNT) == {"exact": COUNT, "missing": 0, "wrong": []}
