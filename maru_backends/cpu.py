@@ -23,6 +23,7 @@ import structlog
 from attrs import evolve
 
 from maru_backends.capacity import NO_LIMIT, Available, available_memory, filesystem_type, free_huge_pages, free_space
+from maru_backends.checkup import check_cpu
 from maru_backends.mapped import MappedRegion, map_fd, map_file
 from maru_core.contracts import BackendProvision, PoolPlan, PoolRequest, PoolWish, StorageBackend, one_pool
 from maru_core.errors import BackendError
@@ -177,7 +178,12 @@ class CpuBackend:
 def maru_storage_backends() -> Sequence[BackendProvision]:
     """The ``cpu`` backend."""
     return [
-        BackendProvision(NAME, CpuBackend, summary="shared memory of this host, a file in /dev/shm or maru_pool_path")
+        BackendProvision(
+            NAME,
+            CpuBackend,
+            summary="shared memory of this host, a file in /dev/shm or maru_pool_path",
+            diagnose=check_cpu,
+        )
     ]
 
 

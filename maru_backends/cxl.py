@@ -8,7 +8,6 @@ device during development and follows the same rules.
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 import secrets
@@ -21,14 +20,17 @@ from typing import Final
 import structlog
 from attrs import evolve
 
-from maru_backends import devdax
+from maru_backends import devdax, native
 from maru_backends.capacity import Available, available_memory
+from maru_backends.checkup import check_cxl
+from maru_backends.cxl_pool import CxlPool, CxlRegion
 from maru_backends.locks import lock_alone, lock_shared, own, unlock
-from maru_backends.mapped import MappedRegion, check_block, check_geometry
+from maru_backends.mapped import check_block, check_geometry
 from maru_backends.origin import ID_SIZE, Host, place_of
-from maru_backends.ownership import Known, OwnerRecord, ended, left, pack_record, refusal
-from maru_backends.places import Flusher, Place, address_of, no_room
-from maru_core.contracts import BackendProvision, PoolPlan, PoolRequest, PoolWish, StorageBackend
+from maru_backends.ownership import Known, OwnerRecord, ended, refusal
+from maru_backends.places import Flusher, Place, no_room
+from maru_core.config import MaruConfig
+from maru_core.contracts import BackendProvision, Finding, PoolPlan, PoolRequest, PoolWish, StorageBackend
 from maru_core.errors import BackendError
 from maru_core.plugin import hookimpl
 from maru_core.pool_format import SUPERBLOCK_SIZE, Superblock, pack_superblock, plan_pool
@@ -51,104 +53,7 @@ LoadFlusher = Callable[[], "Flusher | str"]
 
 def load_flusher() -> Flusher | str:
     """The native helper."""
-    try:
-        from maru_backends import native
-    except ImportError:
-        return "this Maru has no native helpers"
     return native.load() or str(native.why_not())
-
-
-class CxlRegion(MappedRegion):
-    """All of a pool on a device. Where hosts are not coherent, ``publish`` and ``acquire`` flush. Thread-safe."""
-
-    #: The next server's pool is in the same memory: it cannot be made before this is unmapped.
-    in_place: Final = True
-
-    def __init__(self, descriptor: PoolDescriptor, mapping: mmap.mmap, flusher: Flusher | None) -> None:
-        """``flusher`` may be ``None`` unless the descriptor says ``flush``."""
-        super().__init__(descriptor, mapping)
-        assert flusher is not None or not descriptor.flush
-        self._flusher = flusher
-        self._address = address_of(mapping)
-
-    def publish(self, offset: int, length: int) -> None:
-        """Write these bytes back where other hosts read them; raises BackendError outside the pool and when closed."""
-        if self._descriptor.flush:
-            self.write_back(offset, length)
-
-    def acquire(self, offset: int, length: int) -> None:
-        """Forget cached copies of these bytes where other hosts write them; errors as of :meth:`publish`."""
-        if self._descriptor.flush and self._flusher is not None and length > 0:
-            # The reference keeps it mapped meanwhile: a flush of memory that is not would end the process.
-            mapping = self._checked(offset, length)
-            self._flusher.invalidate(self._address + offset, length)
-            del mapping
-
-    def write_back(self, offset: int, length: int) -> None:
-        """Write these bytes back whoever reads the pool, where that can be done at all."""
-        if self._flusher is not None and length > 0:
-            mapping = self._checked(offset, length)
-            self._flusher.writeback(self._address + offset, length)
-            del mapping
-
-    def _checked(self, offset: int, length: int) -> mmap.mmap:
-        mapping = self._mapping
-        if mapping is None:
-            raise BackendError(f"the region of {self._descriptor.location} is closed")
-        if offset < 0 or offset + length > len(mapping):
-            raise BackendError(f"{length} bytes at {offset} are outside of a pool of {len(mapping)} bytes")
-        return mapping
-
-
-class CxlPool:
-    """A device as its owner holds it: locked by the descriptor that it is mapped with. See contracts.Pool."""
-
-    def __init__(self, region: CxlRegion, fd: int, place: Place, record: OwnerRecord, sequence: int) -> None:
-        """``fd`` holds the owner's lock. ``sequence``: of the record that is there."""
-        self._region = region
-        self._fd: int | None = fd
-        self._place = place
-        self._record = record
-        self._sequence = sequence
-
-    @property
-    def region(self) -> CxlRegion:
-        """The pool mapped in this process."""
-        return self._region
-
-    def note(self, record: OwnerRecord) -> None:
-        """Write down whose it is now."""
-        offset, packed = pack_record(record, self._sequence + 1)
-        self._region.buffer[offset : offset + len(packed)] = packed
-        self._region.write_back(offset, len(packed))
-        self._record, self._sequence = record, self._sequence + 1
-
-    def invalidate(self) -> None:
-        """From here on there is no pool to map or to take over."""
-        self._region.buffer[: len(_NO_BLOCK)] = _NO_BLOCK
-        self._region.write_back(0, SUPERBLOCK_SIZE)
-
-    def leave(self) -> None:
-        """Unmap the pool and give up the lock; what is in it stays for the next server of this owner."""
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            self.note(left(self._record))
-            self._region.close()
-            os.close(fd)
-
-    def destroy(self) -> None:
-        """Unmap the pool, which nobody can map or take over any more; the device stays and says that it is released."""
-        fd, self._fd = self._fd, None
-        if fd is None:
-            return
-        self.invalidate()
-        # The lock goes with the descriptor, and nobody can map the pool meanwhile.
-        self.note(ended(self._record, mapped=not lock_alone(fd)))
-        self._region.close()
-        if self._place.made and self._place.still_names(fd):
-            with suppress(FileNotFoundError):
-                os.unlink(self._place.path)
-        os.close(fd)
 
 
 class CxlBackend:
@@ -315,10 +220,21 @@ class CxlBackend:
         record = OwnerRecord.of_this(request.owner, request.pool, host, node, abroad=request.shared_by_hosts)
         pool = CxlPool(region, fd, place, record, known.sequence)
         try:
+            # No lock keeps apart who has another node of the device, or another host: these looks make it unlikely that
+            # two start in the same moment without seeing each other.
+            if place.look(fd, flusher) != known:
+                raise BackendError(_in_use(place, place.look(fd, flusher)))
             # From here on the device is ours, and for now there is no pool on it.
             pool.note(record)
             pool.invalidate()
+            if descriptor.flush and former is not None and host.is_this_boot(bytes.fromhex(former.boot_id)):
+                # What dead processes of this host wrote may still be in its caches, and would be written back at any
+                # later time over what another host stores in the new pool.
+                region.write_back(0, descriptor.size)
             _clear(region, descriptor.table_offset, descriptor.data_offset)
+            now = place.look(fd, flusher)
+            if now.record != record:
+                raise BackendError(_in_use(place, now))
             block = Superblock(
                 granule=descriptor.granule,
                 entry_count=descriptor.entry_count,
@@ -334,7 +250,8 @@ class CxlBackend:
             region.write_back(0, SUPERBLOCK_SIZE)
             unlock(fd)
         except BaseException:
-            pool.note(ended(record, mapped=False))
+            if place.look(fd, flusher).record == record:
+                pool.note(ended(record, mapped=False))
             region.close()
             raise
         return pool
@@ -423,11 +340,19 @@ class CxlBackend:
 @hookimpl
 def maru_storage_backends() -> Sequence[BackendProvision]:
     """The ``cxl`` backend."""
-    return [BackendProvision(NAME, CxlBackend, summary="CXL memory: DAX devices, or files that stand in for them")]
+    summary = "CXL memory: DAX devices, or files that stand in for them"
+    return [BackendProvision(NAME, CxlBackend, summary=summary, diagnose=diagnose)]
 
 
-#: What is written over a superblock that is to be none any more.
-_NO_BLOCK: Final = bytes(256)
+def diagnose(config: MaruConfig) -> Sequence[Finding]:
+    """What ``maru doctor`` says: the devices, and whether hosts that are not coherent could share them."""
+    found = load_flusher()
+    if isinstance(found, str):
+        needed = config.visibility == "hosts"
+        native = Finding("error" if needed else "note", "cache flushing", f"pools cannot be shared by hosts: {found}")
+    else:
+        native = Finding("ok", "cache flushing", "pools can be shared by hosts that are not coherent with each other")
+    return [*check_cxl(config), native]
 
 
 def _path_of(place: Place) -> str:

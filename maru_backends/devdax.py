@@ -80,21 +80,27 @@ class DaxDevice:
         return None
 
     @property
-    def doubts(self) -> list[str]:
-        """What works, but hardly as it was meant, with the remedy of each."""
+    def doubts(self) -> list[tuple[str, str]]:
+        """What works, but hardly as it was meant, each with its remedy, which may be empty."""
         found = []
         if self.align < DEFAULT_ALIGN:
             found.append(
-                f"{self.name} is aligned to {format_size(self.align)}, so that it is mapped in small pages, which is "
-                f"slow: `ndctl create-namespace -f -e namespaceX.Y -m devdax --align=2M`"
+                (
+                    f"{self.name} is aligned to {format_size(self.align)}: it is mapped in small pages, which is slow",
+                    "`ndctl create-namespace -f -e namespaceX.Y -m devdax --align=2M`",
+                )
             )
         if self.size < SMALL:
             found.append(
-                f"{self.name} has {format_size(self.size)}: little for a pool, and some kernels refuse to map so small "
-                f"a device: `ndctl create-namespace -f -e namespaceX.Y -m devdax --size=SIZE` makes a larger one"
+                (
+                    f"{self.name} has {format_size(self.size)}: little for a pool, and some kernels refuse to map it",
+                    "`ndctl create-namespace -f -e namespaceX.Y -m devdax --size=SIZE` makes a larger one",
+                )
             )
         if not self.align_said:
-            found.append(f"this kernel does not tell the alignment of {self.name}: {self.align} bytes are assumed")
+            found.append(
+                (f"this kernel does not tell the alignment of {self.name}: {self.align} bytes are assumed", "")
+            )
         return found
 
     def describe(self) -> str:
@@ -119,6 +125,13 @@ def discover(sysfs: Path = SYSFS, dev: Path = DEV) -> list[DaxDevice]:
             continue  # no DAX in this kernel, or one without a class or bus of it
     found = sorted((name for name in names if _NAME.fullmatch(name)), key=_numbers)
     return [_read(name, names[name], str(dev / name)) for name in found]
+
+
+def _size(folder: Path, path: str) -> int:
+    size = _number(folder / "size")
+    if size is None or size < 0:
+        raise BackendError(f"cannot use {path}: {folder}/size is missing or no number")
+    return size
 
 
 def find(path: str | os.PathLike[str], sysfs: Path = SYSFS) -> DaxDevice:
@@ -151,14 +164,12 @@ def of_number(number: int, path: str, sysfs: Path = SYSFS) -> DaxDevice:
     subsystem = os.path.basename(os.path.realpath(folder / "subsystem"))
     if subsystem != "dax" and not _NAME.fullmatch(folder.name):
         raise BackendError(f"{path} is character device {digits} ({folder.name}), which is not a DAX device")
+    _size(folder, path)
     return _read(folder.name, folder, path)
 
 
 def _read(name: str, folder: Path, path: str) -> DaxDevice:
     folder = Path(os.path.realpath(folder))
-    size = _number(folder / "size")
-    if size is None:
-        raise BackendError(f"cannot use {path}: {folder}/size is missing or no number")
     align = _number(folder / "align")
     said = align is not None and align > 0
     if not align or align < 0:
@@ -169,7 +180,7 @@ def _read(name: str, folder: Path, path: str) -> DaxDevice:
     return DaxDevice(
         name=name,
         path=path,
-        size=max(0, size),
+        size=max(0, _number(folder / "size") or 0),
         align=align,
         align_said=said,
         mode=_mode(folder),

@@ -20,7 +20,7 @@ from maru_core.errors import BackendError
 #: struct flock of 64-bit Linux: type, whence, start, length, process. The last one must be 0.
 _LOCK: Final = struct.Struct("@hhqqi0q")
 #: The byte that is locked; nothing is there that anybody else would lock.
-_BYTE: Final = (1 << 62) + 0x6D61
+_BYTE: Final = (1 << 62) - 1
 #: Seconds between two attempts.
 _PAUSE: Final = 0.02
 _TAKEN: Final = (errno.EAGAIN, errno.EACCES)

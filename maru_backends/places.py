@@ -122,13 +122,17 @@ class Place:
             )
         if self.capacity is not None and size > self.capacity:
             raise BackendError(f"{self.path} has {self.capacity} bytes that can be mapped, {size} are asked for")
+        if self.device is not None and not huge_pages_allowed():
+            raise BackendError(
+                f"huge pages are off for this process (prctl PR_SET_THP_DISABLE), and the first use of {self.path} "
+                f"would end it with SIGBUS: start it without that, its children inherit it"
+            )
         try:
             return mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         except (OSError, ValueError, OverflowError) as error:
-            doubts = "; ".join([] if self.device is None else self.device.doubts)
-            raise BackendError(
-                f"cannot map {size} bytes: {error} ({self.describe()})" + (f"; {doubts}" if doubts else "")
-            ) from error
+            doubts = [] if self.device is None else self.device.doubts
+            hints = "".join(f"; {doubt}: {remedy}" for doubt, remedy in doubts)
+            raise BackendError(f"cannot map {size} bytes: {error} ({self.describe()}){hints}") from error
 
     def look(self, fd: int, flusher: Flusher | None) -> Known:
         """What the first page of an open one says; all zero if it is a file that is not that long yet."""
@@ -197,6 +201,15 @@ class Place:
 def address_of(mapping: mmap.mmap) -> int:
     """Where a mapping is in this process."""
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
+def huge_pages_allowed(root: Path = Path("/")) -> bool:
+    """Whether this process may map huge pages, which a device that is aligned to them needs; True if not known."""
+    try:
+        status = (root / "proc/self/status").read_text()
+    except OSError:
+        return True
+    return "\nTHP_enabled:\t0\n" not in status
 
 
 def no_room(size: int, available: Available) -> str:

@@ -6,17 +6,22 @@ Nothing here needs torch: tensors are opaque to the core (``Any``) and only tran
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from attrs import frozen
 
+from maru_core.config import MaruConfig
 from maru_core.errors import BackendError
 from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
 from maru_core.protocol.messages import PoolDescriptor
 
 
 class Region(Protocol):
-    """One pool, mapped into this process. Made by :meth:`StorageBackend.map_region`; thread-safe."""
+    """One pool, mapped into this process. Made by :meth:`StorageBackend.map_region`; thread-safe.
+
+    One with an attribute ``in_place`` that is true lies where the next server makes its pools, which it cannot as long
+    as this is mapped: clients that use nothing of it let go of it when the server is away for some seconds.
+    """
 
     @property
     def descriptor(self) -> PoolDescriptor:
@@ -29,12 +34,18 @@ class Region(Protocol):
     def publish(self, offset: int, length: int) -> None:
         """Make bytes written by this process visible to every reader of the pool. Called before COMMIT is sent.
 
+        Also for pages that are given up, before the server hears of it, and by the server for what it writes.
+
         A no-op within one coherent host; a cache-line write-back and fence on memory shared by hosts that are not
         coherent with each other. May not block for longer than the flush takes.
         """
 
     def acquire(self, offset: int, length: int) -> None:
-        """Forget stale copies of these bytes before they are read. Called after ACQUIRE was answered."""
+        """Forget stale copies of these bytes before they are read. Called after ACQUIRE was answered.
+
+        And before a header is looked at; only of pools whose descriptor says ``flush``, and by the server when it makes
+        or takes over a pool. May not lose what this process has written.
+        """
 
     def populate(self, offset: int, length: int) -> None:
         """Prepare these bytes so that their first read or write by this process is as fast as later ones.
@@ -90,7 +101,11 @@ class PoolRequest:
 
 
 class Pool(Protocol):
-    """A pool as its owner, the server, holds it. Made by :meth:`StorageBackend.create_pool`."""
+    """A pool as its owner, the server, holds it. Made by :meth:`StorageBackend.create_pool`.
+
+    One with a method ``nobody_left()`` is told so before :meth:`destroy` when every client on every host has said
+    goodbye, or is dead for certain or by the operator's word.
+    """
 
     @property
     def region(self) -> Region:
@@ -183,6 +198,23 @@ class TransferEngine(Protocol):
         """Bind to the engine's KV tensors, one per layer in true layer order; raises TransferError."""
 
 
+@frozen
+class Finding:
+    """One thing that ``maru doctor`` says. ``error``: it cannot work as it is configured, and the exit code says so.
+
+    ``subject``: what it is about, such as a path. ``remedy``: a command or setting; empty when there is nothing to do.
+    """
+
+    level: Literal["ok", "note", "warning", "error"]
+    subject: str
+    text: str
+    remedy: str = ""
+
+
+#: Looks at what a backend or engine needs, for ``maru doctor``, with the settings of the environment. It changes
+#: nothing, takes a second at most, and raises nothing for what it finds.
+Diagnose = Callable[[MaruConfig], Sequence[Finding]]
+
 #: A factory is called once, when the thing is first used; it may import what is heavy.
 BackendFactory = Callable[[], StorageBackend]
 EngineFactory = Callable[[], TransferEngine]
@@ -190,21 +222,29 @@ EngineFactory = Callable[[], TransferEngine]
 
 @frozen
 class BackendProvision:
-    """What the hook ``maru_storage_backends`` returns per backend. ``summary``: one line for ``maru plugins``."""
+    """What the hook ``maru_storage_backends`` returns per backend.
+
+    ``summary``: one line for ``maru plugins``. ``diagnose``: what ``maru doctor`` calls, without making the backend.
+    """
 
     name: str
     factory: BackendFactory
     summary: str = ""
+    diagnose: Diagnose | None = None
 
 
 @frozen
 class EngineProvision:
-    """What the hook ``maru_transfer_engines`` returns for each engine. ``auto`` tries higher ``rank`` first."""
+    """What the hook ``maru_transfer_engines`` returns for each engine. ``auto`` tries higher ``rank`` first.
+
+    ``diagnose`` as for backends.
+    """
 
     name: str
     factory: EngineFactory
     rank: int = 0
     summary: str = ""
+    diagnose: Diagnose | None = None
 
 
 class EvictionPolicy(Protocol):

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 stamp=.venv/maru-requirements.sha256
-wanted=$(cat pyproject.toml scripts/requirements-engine.txt scripts/setup-env.sh | sha256sum)
+wanted=$(cat pyproject.toml CMakeLists.txt csrc/*.* scripts/requirements-engine.txt scripts/setup-env.sh | sha256sum)
 
 if [[ ! -x .venv/bin/python ]]; then
   python=${PYTHON:-python3}

@@ -41,20 +41,21 @@ class Checks:
     ) -> list[int]:
         """For each object its checksum, NO_CHECKSUM where the mode does not cover it; empty when it covers none.
 
-        Reads the bytes that readers will see, so call it once they are in place.
+        Call it once the bytes are in place, before they are published: then they may still be in the cache.
         """
         mode = self.mode
         if mode == "off" or not any(is_covered(mode, key) for key in keys):
             return []
         return [
-            checksum(regions.view(entry, length)) if is_covered(mode, key) else NO_CHECKSUM
+            checksum(regions.room(entry, length)) if is_covered(mode, key) else NO_CHECKSUM
             for key, entry, length in zip(keys, entries, lengths, strict=True)
         ]
 
     def judge(self, regions: Regions, epoch: int, key: bytes, entry: int, generation: int, length: int) -> bool:
         """Whether this object is whole: its header, and what the mode covers of its bytes.
 
-        Call it after the copy has completed: then it is about what was copied. False is a miss, whatever the reason.
+        Call it after the copy has completed: then it is about what was copied. The bytes were acquired before that;
+        headers are acquired here. False is a miss, whatever the reason.
         """
         what = self._fault(regions, key, entry, generation, length)
         if what:
@@ -71,7 +72,7 @@ class Checks:
             if not proven or header is None:
                 # One that was deleted or reset is gone, not damaged. A header that does not hold says neither.
                 return "header" if header is None or header.state == State.READY else ""
-            if header.checksum in (NO_CHECKSUM, checksum(regions.view(entry, length))):
+            if header.checksum in (NO_CHECKSUM, checksum(regions.room(entry, length))):
                 return None
         except StaleEpoch:  # unmapped meanwhile
             return ""

@@ -145,7 +145,7 @@ class MaruHandler(KeyCalls):
         try:
             grants = self._reserve(taken, [self.key(key) for key in keys], [view.nbytes for view in views])
             for index in grants.new:
-                self.view(grants.epoch, grants.entries[index], grants.lengths[index])[:] = views[index]
+                self.room(grants, index)[:] = views[index]
             results = [REFUSALS.get(ReserveStatus(status), StoreResult.STORED) for status in grants.statuses]
             for index, status in zip(grants.new, self.commit(grants, checksums=True), strict=True):
                 if status != CommitStatus.OK:
@@ -285,7 +285,7 @@ class _Opener:
         try:
             self._catch_up(link, request, session)
             self._tell_sizes(session)
-            if self._config.eager_map and self._role != "scheduler" and not resumed:
+            if self._config.eager_map and self._role != "scheduler" and (not resumed or session.regions.was_let_go):
                 self._map(session)
             self._host.session_opened(self._name, self._role)
         except BaseException:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from attrs import define, field, frozen
+from attrs import define, field
 
 from maru_core.checksum import Verify
 from maru_core.client.arguments import check_timeout, is_length, length_of, lengths_of, sequence_of
@@ -30,9 +30,12 @@ _KEY_COST = 32 + 32 + 8
 _MESSAGE_OVERHEAD = 1024
 
 
-@frozen(eq=False)
+@define(eq=False)
 class Located:
-    """Objects of one epoch that somebody else's lease keeps in place, as this process sees them."""
+    """Objects of one epoch that a lease keeps in place, as this process sees them. Made after the lease was granted.
+
+    Their bytes are acquired, all at once, before the first of them is handed out.
+    """
 
     epoch: int
     entries: Sequence[int]
@@ -41,14 +44,19 @@ class Located:
     keys: Sequence[bytes]
     _regions: Regions
     _checks: Checks
+    _acquired: bool = field(default=False, init=False)
 
     def view(self, index: int) -> memoryview:
         """Bytes of object ``index``; raises StaleEpoch when the pools were unmapped since."""
-        return self._regions.view(self.entries[index], self.lengths[index])
+        self._acquire()
+        return self._regions.room(self.entries[index], self.lengths[index])
 
-    def reading(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def reading(self) -> Iterator[None]:
         """Wrap the copy in this: tells device hints what is about to be read, and when that is over."""
-        return self._regions.reading(self.entries, self.lengths)
+        self._acquire()  # first: hints may read ahead
+        with self._regions.reading(self.entries, self.lengths):
+            yield
 
     def verify(self) -> list[bool]:
         """For each object: whether a copy that has completed by now is the object that was leased. Looks at headers."""
@@ -60,6 +68,8 @@ class Located:
         Reads the bytes of those objects that ``maru_verify`` covers. What is damaged is reported to the server, which
         drops it.
         """
+        with suppress(StaleEpoch):  # then each of them is gone
+            self._acquire()
         judge, regions, epoch = self._checks.judge, self._regions, self.epoch
         keys, entries, generations, lengths = self.keys, self.entries, self.generations, self.lengths
         chosen = range(len(entries)) if indices is None else indices
@@ -73,6 +83,12 @@ class Located:
             self.entries[index], self.generations[index], self.lengths[index], self.keys[index]
         )
 
+    def _acquire(self) -> None:
+        if not self._acquired:
+            # Two threads that come here at once do it twice, which harms nobody.
+            self._regions.acquire(self.entries, self.lengths)
+            self._acquired = True
+
 
 @define(eq=False)
 class Taken:
@@ -84,7 +100,8 @@ class Taken:
 
     holder: tuple[int, int] = (0, 0)
     requests: list[int] = field(factory=list)
-    written: list[tuple[Sequence[int], Sequence[int]]] = field(factory=list)
+    #: Entries, generations, lengths.
+    written: list[tuple[Sequence[int], Sequence[int], Sequence[int]]] = field(factory=list)
     read: list[int] = field(factory=list)
 
 
@@ -189,9 +206,9 @@ class KeyCalls:
             ]
             parse = partial(reserved, lengths=chosen, uniform=same_length, pools=session.pools)
             answer = self._link.call(session, Op.RESERVE, arguments, parse, wait, taken.requests)
-            granted = _granted(*answer)
+            granted = _granted(*answer, chosen)
             taken.written.append(granted)
-            self._link.holdings.writes(session.holder, *granted)
+            self._link.holdings.writes(session.holder, *granted[:2])
             if not statuses:
                 statuses, entries, generations = answer
             else:
@@ -224,11 +241,11 @@ class KeyCalls:
             session = self._link.up()
             if session.id != grants.session or not session.covers(grants.epoch):
                 raise StaleEpoch("these reservations were made before the server restarted; nothing was committed")
-            session.regions.publish(entries, lengths)
             sums: list[int] = []
             if checksums:
                 keys = grants.keys if whole else [grants.keys[index] for index in chosen]
                 sums = self._checks.checksums(session.regions, keys, entries, lengths)
+            session.regions.publish(entries, lengths)
             for part, wait in self._parts(len(entries), session, timeout):
                 columns = [
                     pack_u32(entries[part.start : part.stop]),
@@ -244,7 +261,10 @@ class KeyCalls:
         return statuses
 
     def abort(self, grants: Grants, indices: Sequence[int] | None = None) -> None:
-        """Give reserved pages back without storing. Never blocks: delivered by the background thread. Idempotent."""
+        """Give reserved pages back without storing. Delivered by the background thread. Idempotent.
+
+        Never blocks, but for writing caches back where hosts share the pool (docs/visibility.md).
+        """
         self._put_back(grants, grants.new if indices is None else indices)
 
     def probe(self, keys: Sequence[bytes], *, weights_epoch: int | None = None, timeout: float | None = None) -> bytes:
@@ -307,8 +327,14 @@ class KeyCalls:
         if lease.ids:
             self._link.end_lease((lease.epoch, lease.session), lease.ids)
 
+    def room(self, grants: Grants, index: int) -> memoryview:
+        """Writable bytes of a reserved object, to be written and not to be read; otherwise as :meth:`view`."""
+        return self._link.session_of(grants.epoch).regions.room(grants.entries[index], grants.lengths[index])
+
     def view(self, epoch: int, entry: int, length: int) -> memoryview:
         """Writable bytes of an object, without a copy. ``epoch`` is that of the grants or lease it comes from.
+
+        Each call acquires them for reading. To write a reserved object, :meth:`room` does without.
 
         Nothing here watches such a view: it must not be written once its grants are committed, aborted, or the handler
         is closed, nor read once its lease is released. :class:`Allocation` and :class:`Retrieved` see to that.
@@ -374,17 +400,29 @@ class KeyCalls:
     def _undo(self, taken: Taken) -> None:
         """Give back all that a batch took, also what its replies said to nobody. Never blocks; idempotent."""
         link = self._link
-        for entries, generations in taken.written:
-            link.end_writing(taken.holder, tuple(zip(entries, generations, strict=True)))
+        for entries, generations, lengths in taken.written:
+            self._end_writing(taken.holder, entries, generations, lengths)
         if taken.read:
             link.end_lease(taken.holder, tuple(taken.read))
         if taken.requests:
             link.defer(taken.holder, Op.CANCEL, tuple(taken.requests))
 
     def _put_back(self, grants: Grants, indices: Sequence[int]) -> None:
-        items = tuple((grants.entries[index], grants.generations[index]) for index in indices)
-        if items:
-            self._link.end_writing((grants.epoch, grants.session), items)
+        if indices:
+            self._end_writing(
+                (grants.epoch, grants.session),
+                [grants.entries[index] for index in indices],
+                [grants.generations[index] for index in indices],
+                [grants.lengths[index] for index in indices],
+            )
+
+    def _end_writing(
+        self, holder: tuple[int, int], entries: Sequence[int], generations: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        """These pages go back; whatever was written to them leaves this host's caches before the server hears of it."""
+        with suppress(MaruError):  # of an epoch that is over: nobody is told, and the pools are unmapped
+            self._link.session_of(holder[0]).regions.settle(entries, lengths)
+        self._link.end_writing(holder, tuple(zip(entries, generations, strict=True)))
 
     def _parts(self, count: int, session: Session, timeout: float | None) -> Iterator[tuple[range, float | None]]:
         """Slices of a batch that fit one message each, with the seconds that are left for it."""
@@ -414,12 +452,14 @@ def _report_damage(link: Link, epoch: int, entry: int, generation: int, key: byt
     link.defer(holder, Op.REPORT, ((entry, generation),))
 
 
-def _granted(statuses: bytes, entries: array[int], generations: array[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """Entries and generations of the keys that are NEW."""
+def _granted(
+    statuses: bytes, entries: array[int], generations: array[int], lengths: Sequence[int]
+) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """Entries, generations and lengths of the keys that are NEW."""
     if statuses.count(ReserveStatus.NEW) == len(statuses):
-        return entries, generations
+        return entries, generations, lengths
     new = [index for index, status in enumerate(statuses) if status == ReserveStatus.NEW]
-    return [entries[index] for index in new], [generations[index] for index in new]
+    return [entries[index] for index in new], [generations[index] for index in new], [lengths[index] for index in new]
 
 
 def _commit_statuses(results: list[Any], count: int, op: str) -> bytes:

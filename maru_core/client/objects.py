@@ -83,7 +83,7 @@ class Allocation:
         self._shown: Shown | None = None
         self._open = False
         if self.refusal is None:
-            self._shown = Shown(calls.view(grants.epoch, grants.entries[index], grants.lengths[index]))
+            self._shown = Shown(calls.room(grants, index))
             self._open = True
 
     @property

@@ -1,4 +1,9 @@
-"""The pools of one server epoch as this process sees them: mapping, views, header checks."""
+"""The pools of one server epoch as this process sees them: mapping, views, header checks, barriers.
+
+Barriers (docs/visibility.md): ``publish`` lies between the last byte that is written and COMMIT, ``acquire`` between
+the reply to ACQUIRE and the first byte that is read, ``settle`` between the last byte of what is given up and ABORT.
+What they do is up to the region. Only ``publish`` is called where all who map the pools are coherent.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,12 @@ import struct
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from maru_core.client.columns import check_place
 from maru_core.contracts import ReadExtent, Region, StorageBackend
-from maru_core.errors import BackendError, StaleEpoch
+from maru_core.errors import BackendError, MaruError, StaleEpoch
 from maru_core.pool_format import (
     DIGEST_SIZE,
     HEADER_SIZE,
@@ -21,13 +26,15 @@ from maru_core.pool_format import (
     State,
     unpack_header,
 )
-from maru_core.protocol.messages import PoolDescriptor
+from maru_core.protocol.messages import NO_ENTRY, PoolDescriptor
 
 #: state, generation, length, (session, checksum), namespace digest: what proves that an object is still there.
 _PROOF = struct.Struct(f"<B3xIQ16x{DIGEST_SIZE}s")
 #: The same and, behind weights epoch and parent, the key.
 _PROOF_OF_KEY = struct.Struct(f"{_PROOF.format}12x{KEY_SIZE}x{KEY_SIZE}s")
 
+#: Headers up to this many entries apart are acquired at once: a line more costs less than a call.
+_HEADER_GAP = 8
 #: Bytes that are populated between two looks whether the region was closed.
 _POPULATE_STEP = 16 * 1024 * 1024
 
@@ -61,6 +68,22 @@ class Regions:
         self._lock = threading.Lock()
         self._mapped: dict[int, Region] = {}
         self._closed = False
+        self._let_go = False
+        self._shared_by_hosts = any(pool.flush for pool in pools)
+
+    @property
+    def was_let_go(self) -> bool:
+        """Whether :meth:`let_go` unmapped something that was not mapped again since."""
+        return self._let_go
+
+    def let_go(self) -> None:
+        """Unmap pools whose memory is in the way of the next server's; each is mapped again when it is used."""
+        with self._lock:
+            regions = [region for region in self._mapped.values() if getattr(region, "in_place", False)]
+            self._let_go = self._let_go or bool(regions)
+            for region in regions:
+                del self._mapped[region.descriptor.pool]
+        self._unmap(regions)
 
     def map_all(self) -> None:
         """Map every pool; raises BackendError."""
@@ -88,18 +111,45 @@ class Regions:
                 region = self._host.backend(pool.backend).map_region(pool)
                 self._host.region_mapped(region)
                 self._mapped[pool.pool] = region
+                self._let_go = False
             return region
 
     def view(self, entry: int, length: int) -> memoryview:
-        """Writable view of ``length`` bytes from ``entry`` on; raises ProtocolError when that leaves the pool."""
+        """Writable view of ``length`` bytes from ``entry`` on, fit to be read: :meth:`acquire` and :meth:`room`."""
+        if self._shared_by_hosts:
+            self.acquire((entry,), (length,))
+        return self.room(entry, length)
+
+    def room(self, entry: int, length: int) -> memoryview:
+        """Writable view without a barrier: to be written, or of what was acquired before.
+
+        Raises ProtocolError when it would leave the pool, StaleEpoch.
+        """
         pool = check_place(entry, length, self._pools)
         region = self.of(pool)
         offset = _offset(pool, entry)
         try:
-            region.acquire(offset, length)
             return region.buffer[offset : offset + length]
         except (ValueError, BackendError):
-            if not self._closed:
+            if not (self._closed or self._let_go):
+                raise
+            raise _gone() from None
+
+    def acquire(self, entries: Sequence[int], lengths: Sequence[int]) -> None:
+        """Forget stale copies of the bytes of these objects, in full; runs of adjacent ones at once.
+
+        Once after they were leased: nobody writes them before the lease ends. Entries that are NO_ENTRY are left out.
+        """
+        if not self._shared_by_hosts:
+            return
+        if NO_ENTRY in entries:
+            there = [index for index, entry in enumerate(entries) if entry != NO_ENTRY]
+            entries, lengths = array("I", [entries[i] for i in there]), [lengths[i] for i in there]
+        try:
+            for region, offset, length in self._runs(entries, lengths):
+                region.acquire(offset, length)
+        except (ValueError, BackendError):
+            if not (self._closed or self._let_go):
                 raise
             raise _gone() from None
 
@@ -126,9 +176,30 @@ class Regions:
             for region, offset, length in self._runs(entries, lengths):
                 region.publish(offset, length)
         except (ValueError, BackendError):
-            if not self._closed:
+            if not (self._closed or self._let_go):
                 raise
             raise _gone() from None
+
+    def settle(self, entries: Sequence[int], lengths: Sequence[int]) -> None:
+        """Write back what may have been written of objects that are given up. Never raises.
+
+        Else a cache would do so later, over what another host has written to the same pages by then.
+        """
+        if not self._shared_by_hosts or not self._mapped:  # what was never mapped was not written
+            return
+        # Unmapped, now or while it is done: then nobody here can do more. Or these are no entries at all.
+        with suppress(MaruError, ValueError, TypeError, OverflowError):
+            self.publish(array("I", entries), lengths)
+
+    def settle_reserved(self, entries: Sequence[int]) -> None:
+        """:meth:`settle` for reservations whose lengths only their headers tell."""
+        if not self._shared_by_hosts or not self._mapped:
+            return
+        for entry in entries:
+            with suppress(MaruError):
+                header = self.header(entry, 0)
+                if header is not None:
+                    self.settle((entry,), (header.length,))
 
     def _runs(self, entries: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[Region, int, int]]:
         """Region, offset and length of each run of objects that lie behind one another."""
@@ -137,9 +208,14 @@ class Regions:
         first, size, count = entries[0], lengths[0], len(entries)
         pool = check_place(first, size, self._pools)
         pages = -(-size // pool.granule)
-        if lengths.count(size) == count and entries == array("I", range(first, first + count * pages, pages)):
+        inside = entries[-1] < pool.entry_base + pool.entry_count
+        if (
+            inside
+            and lengths.count(size) == count
+            and entries == array("I", range(first, first + count * pages, pages))
+        ):
             # The usual case, a whole reservation from free space that is not fragmented.
-            check_place(entries[-1], size, self._pools)
+            check_place(entries[-1], size, (pool,))
             yield self.of(pool), _offset(pool, first), (count - 1) * pages * pool.granule + size
             return
         low, high = pool.entry_base, pool.entry_base + pool.entry_count
@@ -161,20 +237,46 @@ class Regions:
         low = high = 0
         unpack, ready, digest = _PROOF.unpack_from, State.READY, self._digest
         try:
+            if self._shared_by_hosts:
+                for region, start, size in self._header_runs(entries, lengths):
+                    region.acquire(start, size)
             for entry, generation, length in zip(entries, generations, lengths, strict=True):
                 if not low <= entry < high:
                     pool = check_place(entry, length, self._pools)
                     low, high = pool.entry_base, pool.entry_base + pool.entry_count
-                    region = self.of(pool)
-                    buffer, table = region.buffer, pool.table_offset - low * HEADER_SIZE
+                    buffer, table = self.of(pool).buffer, pool.table_offset - low * HEADER_SIZE
                 offset = table + entry * HEADER_SIZE
-                region.acquire(offset, HEADER_SIZE)
                 verdicts.append(unpack(buffer, offset + HEADER_VIEW_OFFSET) == (ready, generation, length, digest))
         except (ValueError, BackendError, StaleEpoch):
-            if not self._closed:
+            if not (self._closed or self._let_go):
                 raise
             return [False] * len(entries)
         return verdicts
+
+    def _header_runs(self, entries: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[Region, int, int]]:
+        """Region, offset and length of runs of headers that lie close behind one another."""
+        if not entries:
+            return
+        first, last, count = entries[0], entries[-1], len(entries)
+        step = entries[1] - first if count > 1 else 1
+        pool = check_place(first, lengths[0], self._pools)
+        inside = last < pool.entry_base + pool.entry_count
+        if inside and 0 < step <= _HEADER_GAP and entries == array("I", range(first, first + count * step, step)):
+            # The usual case: a batch that was stored at once.
+            check_place(last, lengths[-1], (pool,))
+            yield self.of(pool), pool.header_at(first), (last - first + 1) * HEADER_SIZE
+            return
+        start = after = first
+        end = pool.entry_base + pool.entry_count
+        for entry, length in zip(entries, lengths, strict=True):
+            if not after <= entry < min(after + _HEADER_GAP, end):
+                if after > start:
+                    yield self.of(pool), pool.header_at(start), (after - start) * HEADER_SIZE
+                pool = check_place(entry, length, self._pools)
+                end = pool.entry_base + pool.entry_count
+                start = entry
+            after = entry + 1
+        yield self.of(pool), pool.header_at(start), (after - start) * HEADER_SIZE
 
     def is_granted(self, entry: int, generation: int, length: int, key: bytes) -> bool:
         """:meth:`verify` for one object, whose header must also name ``key``."""
@@ -182,10 +284,11 @@ class Regions:
             pool = check_place(entry, length, self._pools)
             region = self.of(pool)
             offset = pool.header_at(entry)
-            region.acquire(offset, HEADER_SIZE)
+            if pool.flush:
+                region.acquire(offset, HEADER_SIZE)
             found = _PROOF_OF_KEY.unpack_from(region.buffer, offset + HEADER_VIEW_OFFSET)
         except (ValueError, BackendError, StaleEpoch):
-            if not self._closed:
+            if not (self._closed or self._let_go):
                 raise
             return False
         return found == (State.READY, generation, length, self._digest, key)
@@ -196,10 +299,11 @@ class Regions:
         region = self.of(pool)
         offset = pool.header_at(entry)
         try:
-            region.acquire(offset, HEADER_SIZE)
+            if pool.flush:
+                region.acquire(offset, HEADER_SIZE)
             return unpack_header(region.buffer[offset : offset + HEADER_SIZE])
         except (ValueError, BackendError):
-            if not self._closed:
+            if not (self._closed or self._let_go):
                 raise
             raise _gone() from None
 
@@ -209,6 +313,10 @@ class Regions:
             self._closed = True
             regions = list(self._mapped.values())
             self._mapped.clear()
+        self._unmap(regions)
+
+    def _unmap(self, regions: Sequence[Region]) -> None:
+        """Of regions that nobody finds here any more."""
         for region in regions:
             self._host.region_unmapping(region)
             region.close()
@@ -219,4 +327,6 @@ def _offset(pool: PoolDescriptor, entry: int) -> int:
 
 
 def _gone() -> StaleEpoch:
-    return StaleEpoch("the pools were unmapped: the server restarted or the handler was closed; look the keys up again")
+    return StaleEpoch(
+        "the pools were unmapped: the server restarted or is away, or the handler was closed; look the keys up again"
+    )

@@ -5,6 +5,10 @@ server that is killed at any instruction leaves each header as it was before or 
 being written anew can be torn, and nobody was told of that object yet.
 
 The table is any writable memory, so tests pass a ``bytearray``. Little-endian hosts only, as is the pool format.
+
+Where hosts that are not coherent with each other share the pool, every change is published before the call returns,
+and so before any reply that tells of it: a reader that looks at a header after its copy sees what became of the object.
+The table has one writer, whose own cache is right, so nothing is acquired here but before a warm start.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import struct
 from array import array
 from binascii import crc32
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 
 from maru_core.pool_format import (
@@ -38,6 +42,8 @@ _GENERATION = 2
 _KEY_WORDS = KEY_SIZE // 8
 #: Headers that are read at a time.
 _SCANNED = 4096
+#: Headers up to this many entries apart are published at once: a line more costs less than a call.
+_PUBLISHED_GAP = 8
 _CRC_GAP = bytes(4)
 _RESERVED = int(State.RESERVED)
 _PAIR = f"{2 * KEY_SIZE}s"
@@ -63,9 +69,13 @@ def pairs_of(parents: Sequence[bytes], keys: Sequence[bytes]) -> list[bytes]:
 
 
 class HeaderTable:
-    """Header table of the entries ``base .. base+count-1``; the only writer of it."""
+    """Header table of the entries ``base .. base+count-1``; the only writer of it.
 
-    def __init__(self, table: memoryview, base: int) -> None:
+    ``publish`` is given the offset in the table and the length of what was changed; ``None``: all readers are coherent.
+    """
+
+    def __init__(self, table: memoryview, base: int, publish: Callable[[int, int], None] | None = None) -> None:
+        self._publish = publish
         self._bytes = table.cast("B")
         self._words = self._bytes.cast("Q")
         self._numbers = self._bytes.cast("I")
@@ -122,6 +132,8 @@ class HeaderTable:
         begin = first * _NUMBERS
         step = stride * _NUMBERS
         self._numbers[begin : begin + count * step : step] = memoryview(crcs)
+        if self._publish is not None:
+            self._publish_all(range(start, start + count * stride, stride))
 
     def change_steps(self, entries: slice, old: State, new: State) -> None:
         """Rewrite the state of headers in even steps whose state is ``old``."""
@@ -132,6 +144,8 @@ class HeaderTable:
         flips = int.from_bytes(self._flip[old ^ new].to_bytes(8, "little") * count, "little")
         flipped = int.from_bytes(words.tobytes(), "little") ^ flips
         words[:] = memoryview(flipped.to_bytes(8 * count, "little")).cast("Q")
+        if self._publish is not None:
+            self._publish_all(range(entries.start, entries.stop, entries.step))
 
     def change_state(self, entries: Sequence[int], old: State, new: State) -> None:
         """The same for headers anywhere."""
@@ -139,6 +153,8 @@ class HeaderTable:
         words, base = self._words, self._base
         for entry in entries:
             words[(entry - base) * _WORDS] ^= flip
+        if self._publish is not None:
+            self._publish_all(sorted(entries))
 
     def set_checksum(self, entry: int, checksum: int) -> None:
         """Put the payload's checksum into a header."""
@@ -147,6 +163,8 @@ class HeaderTable:
         where = HEADER_CHECKSUM_OFFSET - HEADER_VIEW_OFFSET
         body[where : where + 8] = checksum.to_bytes(8, "little")
         self._bytes[at : at + HEADER_SIZE] = crc32(body).to_bytes(4, "little") + body
+        if self._publish is not None:
+            self._publish(at, HEADER_SIZE)
 
     def read(self, entry: int) -> Header | None:
         """The header of ``entry``; ``None`` when its CRC does not hold."""
@@ -178,6 +196,8 @@ class HeaderTable:
         generation = self._numbers[at * _NUMBERS + _GENERATION]
         body = HEADER_BODY.pack(State.FREE, generation, 0, 0, 0, bytes(DIGEST_SIZE), 0, NO_KEY, NO_KEY)
         self._bytes[at * HEADER_SIZE : (at + 1) * HEADER_SIZE] = crc32(body).to_bytes(4, "little") + body
+        if self._publish is not None:
+            self._publish(at * HEADER_SIZE, HEADER_SIZE)
 
     def key(self, entry: int) -> memoryview:
         """The key in the header of ``entry``, of an object that is there."""
@@ -192,6 +212,19 @@ class HeaderTable:
         keys, words = memoryview(packed).cast("Q"), self._words
         # A column of words at a time: comparing whole keys would make an object of each.
         return all(words[first + at : end : step] == keys[at::_KEY_WORDS] for at in range(_KEY_WORDS))
+
+    def _publish_all(self, entries: Sequence[int]) -> None:
+        """Publish the headers of rising ``entries``, those close behind one another at once."""
+        assert self._publish is not None
+        if not entries:
+            return
+        start = after = entries[0]
+        for entry in entries:
+            if entry >= after + _PUBLISHED_GAP:
+                self._publish((start - self._base) * HEADER_SIZE, (after - start) * HEADER_SIZE)
+                start = entry
+            after = entry + 1
+        self._publish((start - self._base) * HEADER_SIZE, (after - start) * HEADER_SIZE)
 
     def release(self) -> None:
         """Let go of the memory, so that the pool can be unmapped."""

@@ -68,6 +68,7 @@ class Pools:
             )
             descriptor = pool.region.descriptor
             end = descriptor.table_offset + descriptor.entry_count * HEADER_SIZE
+            pool.region.acquire(0, end)  # of a pool that is taken over, another host may have written it
             table = pool.region.buffer[descriptor.table_offset : end]
             self._pools.append((pool, table))
             base += descriptor.entry_count
@@ -75,24 +76,30 @@ class Pools:
                 raise BackendError(
                     f"pools of {base} granules in all, the limit is {NO_ENTRY - 1}; raise maru_chunk_size"
                 )
-            self.arenas.append(Arena.of(number, descriptor, table, memory.policy))
+            publish = pool.region.publish if descriptor.flush else None
+            self.arenas.append(Arena.of(number, descriptor, table, memory.policy, publish=publish))
 
     def prefault(self) -> None:
         """Map the header tables of new pools, which are zero, now rather than in a client's request."""
-        for _, table in self._pools:
+        for pool, table in self._pools:
             for at in range(0, len(table), _PREFAULT):
                 table[at : at + _PREFAULT] = bytes(len(table[at : at + _PREFAULT]))
+            # The superblock as well: nobody knows of the pool yet.
+            pool.region.publish(0, pool.region.descriptor.table_offset + len(table))
 
-    def close(self, keep: bool) -> None:
-        """Let go of all of them; they stay in memory if ``keep``."""
+    def close(self, keep: bool, sessions: SessionRegistry | None = None) -> None:
+        """Let go of all of them; they stay in memory if ``keep``. ``sessions``: of all who may have mapped them."""
+        alone = sessions is not None and not len(sessions)
         for arena in self.arenas:
             arena.headers.release()
         for pool, table in reversed(self._pools):
             table.release()
             if keep:
                 pool.leave()
-            else:
-                pool.destroy()
+                continue
+            if alone and hasattr(pool, "nobody_left"):
+                pool.nobody_left()
+            pool.destroy()
 
 
 def _directory(memory: Memory, pools: Pools, epochs: Mapping[bytes, int]) -> Directory:
@@ -105,10 +112,12 @@ def start_cold(
     epochs: Mapping[bytes, int],
     keep: bool,
     cleanup: ExitStack,
+    sessions: SessionRegistry,
 ) -> Directory:
     """New pools, which ``cleanup`` leaves in memory if ``keep``, else removes.
 
-    ``epochs``: weights epochs from before. Raises BackendError when there is no room.
+    ``epochs``: weights epochs from before. ``sessions``: those of this server. Raises BackendError when there is no
+    room.
     """
     pools = Pools()
     with ExitStack() as attempt:
@@ -116,7 +125,7 @@ def start_cold(
         pools.add_all(memory, lambda plan, request: backends(plan.backend).create_pool(request))
         pools.prefault()
         attempt.pop_all()
-    cleanup.callback(pools.close, keep)
+    cleanup.callback(pools.close, keep, sessions)
     return _directory(memory, pools, epochs)
 
 
@@ -170,6 +179,6 @@ def start_warm(
                 sessions.close(session)
             return None
         attempt.pop_all()
-    cleanup.callback(pools.close, keep)
+    cleanup.callback(pools.close, keep, sessions)
     log.info("recovered", awaited_sessions=len(sessions.awaited), **asdict(found))
     return directory

@@ -136,7 +136,7 @@ def run_server(
         if directory is None:
             for session in earlier:
                 locks.remove(session)
-            directory = start_cold(memory, backends, epochs, keep, cleanup)
+            directory = start_cold(memory, backends, epochs, keep, cleanup, sessions)
         epoch = secrets.randbits(63) | 1
         handlers = Handlers(
             directory, sessions, locks, weights, epoch, os.getpid(), time.monotonic, settings.dma_grace, access=keys

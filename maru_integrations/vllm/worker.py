@@ -153,7 +153,7 @@ class MaruWorker:
                 chunk=place,
                 first=place * self._chunk,
                 last=(place + 1) * self._chunk,
-                buffer=handler.view(grants.epoch, grants.entries[index], grants.lengths[index]),
+                buffer=handler.room(grants, index),
             )
             for place, index in enumerate(new)
         ]

@@ -74,7 +74,7 @@ def test_an_alignment_that_the_device_does_not_tell_is_its_regions_or_assumed_an
     assert (first.align, first.align_said) == (1 << 30, False)
     for device in others:
         assert (device.align, device.align_said) == (DEFAULT_ALIGN, False)
-        assert any("does not tell the alignment" in doubt for doubt in device.doubts)
+        assert any("does not tell the alignment" in doubt for doubt, _ in device.doubts)
         assert "align 2.0 MiB (assumed)" in device.describe()
     assert (others[0].numa_node, others[0].target_node) == (None, None)
 
@@ -115,10 +115,10 @@ def test_small_pages_and_small_devices_are_explained(sysfs: FakeSysfs) -> None:
     device = only(sysfs)
     assert device.problem is None
     pages, small = device.doubts
-    assert "aligned to 4.0 KiB" in pages
-    assert "--align=2M" in pages
-    assert "250.0 MiB" in small
-    assert "--size=" in small
+    assert "aligned to 4.0 KiB" in pages[0]
+    assert "--align=2M" in pages[1]
+    assert "250.0 MiB" in small[0]
+    assert "--size=" in small[1]
     assert "250.0 MiB (262144000 bytes), align 4.0 KiB, mode devdax" in device.describe()
 
 
@@ -160,6 +160,7 @@ def test_a_device_without_a_size_is_an_error(sysfs: FakeSysfs) -> None:
     sysfs.add("dax0.0", {"size": "much", "align": "2097152"}, number=number_of())
     with pytest.raises(BackendError, match="size is missing or no number"):
         find(NODE, sysfs.root)
+    assert only(sysfs).problem is not None, "and the others are listed all the same"
 
 
 def test_a_device_that_is_not_there_is_told_apart_from_one_without_a_node(sysfs: FakeSysfs, tmp_path: Path) -> None:
