@@ -33,7 +33,7 @@ class DaxHints:
         self._process = os.getpid()
         self._switches: Switches | None = None
         self._around: Surroundings | None = None
-        self._figures = Figures("reads", "read_bytes", "read_ms", "populate_bytes", "ahead_bytes", "ahead_dropped")
+        self._figures = Figures("populate_bytes", "ahead_bytes", "ahead_dropped")
         self._ahead = ReadAhead(self._figures)
         self._watches: dict[int, Watch] = {}
         #: Threads that read, and since when.
@@ -64,11 +64,9 @@ class DaxHints:
     @hookimpl
     def maru_after_read(self, region: Region, extents: Sequence[ReadExtent]) -> None:
         """Count."""
-        since = self._readers.pop(threading.get_ident(), None)
-        if since is not None:
-            self._figures.add("read_ms", (time.perf_counter() - since) * 1e3)
-        self._figures.add("reads")
-        self._figures.add("read_bytes", sum(extent.length for extent in extents))
+        ended = time.perf_counter()
+        since = self._readers.pop(threading.get_ident(), ended)
+        self._figures.add_read(sum([extent.length for extent in extents]), (ended - since) * 1e3)
 
     @hookimpl
     def maru_region_unmapping(self, region: Region) -> None:

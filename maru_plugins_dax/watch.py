@@ -31,6 +31,8 @@ from maru_plugins_dax.switches import Switches
 
 #: Pages that the placement check looks at, evenly over the pool.
 _SAMPLES: Final = 64
+#: Seconds that a load which follows at once has for itself, before threads work on a new mapping.
+_HEAD_START: Final = 0.02
 #: While something is read from a pool, populating waits: so long between two looks, and at most, in seconds a slice.
 _LOOK: Final = 0.01
 _GIVE_WAY: Final = 0.1
@@ -119,6 +121,8 @@ class Watch:
                 return
 
     def _run(self, populates: bool) -> None:
+        if self._stopped.wait(_HEAD_START):
+            return
         started = time.perf_counter()
         view = self._view()
         if view is None:

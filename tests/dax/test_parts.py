@@ -158,9 +158,18 @@ def test_the_node_of_a_device(tmp_path: Path) -> None:
 # -- coverage --
 
 
+#: Where parts begin and end, just beside that, and anywhere.
+PLACES = st.one_of(
+    st.integers(0, 41).map(lambda block: block * BLOCK),
+    st.integers(0, 41).map(lambda block: block * BLOCK + 1),
+    st.integers(0, 41 * BLOCK),
+)
+LENGTHS = st.one_of(st.integers(0, 5).map(lambda blocks: blocks * BLOCK), st.integers(0, 5 * BLOCK))
+
+
 @given(
-    st.integers(1, 40 * BLOCK),
-    st.lists(st.tuples(st.integers(0, 41 * BLOCK), st.integers(0, 5 * BLOCK)), max_size=6),
+    st.one_of(st.integers(10, 40).map(lambda blocks: blocks * BLOCK - 1), st.integers(1, 40 * BLOCK)),
+    st.lists(st.tuples(PLACES, LENGTHS), max_size=6),
     st.sets(st.integers(0, 50)),
 )
 def test_what_is_missing_is_what_the_extents_touch_and_nobody_covered(
@@ -195,8 +204,10 @@ def test_advice_populates_what_it_is_about_and_nothing_else() -> None:
     assert kernel.advise(view, 8 * PAGE + 5, 10, MADV_POPULATE_READ) == 0
     there = [page for page, node in enumerate(kernel.nodes(view, offsets)) if node >= 0]
     assert there == [8]
+    assert kernel.advise(view, 20 * PAGE - 5, 10, MADV_POPULATE_READ) == 0
+    assert [page for page, node in enumerate(kernel.nodes(view, offsets)) if node >= 0] == [8, 19, 20]
     assert kernel.advise(view, 62 * PAGE, 1 << 40, MADV_POPULATE_READ) == 0
-    assert [page for page, node in enumerate(kernel.nodes(view, offsets)) if node >= 0] == [8, 62, 63]
+    assert [page for page, node in enumerate(kernel.nodes(view, offsets)) if node >= 0] == [8, 19, 20, 62, 63]
 
 
 def test_what_the_kernel_refuses_is_a_number() -> None:
