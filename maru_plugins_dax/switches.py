@@ -21,9 +21,12 @@ Ahead = Literal["off", "disk", "all"]
 
 @frozen
 class Switches:
-    """The defaults are what ``benchmarks/hints.py`` shows to help. ``threads``: those that populate one pool."""
+    """The defaults are what ``benchmarks/hints.py`` shows to help. ``threads``: those that populate one pool.
 
-    populate: bool = True
+    Populating helps only where the handler does not do it itself, which by default it does.
+    """
+
+    populate: bool = False
     huge_pages: bool = False
     numa: bool = True
     read_ahead: Ahead = "off"

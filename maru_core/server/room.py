@@ -38,6 +38,8 @@ _MIXED = 64
 _MOST_CRUMBS = 16
 #: Parts of a pool of which one is evicted before it is another pool's turn.
 _TURNS = 16
+#: Objects that a pool must be able to hold for room for one of them to be kept free.
+_FEW = 8
 #: Room that is made ahead, in batches like the last one.
 _AHEAD_BATCHES = 2
 
@@ -169,14 +171,16 @@ class Room:
         """Whether ``arena`` has less room than batches like the last one take; ``coming`` granules are free soon."""
         length, count = self.demand
         pages = arena.pages_for(length)
-        missing = min(_AHEAD_BATCHES * count * pages, self._most_ahead_of(arena)) - arena.free.free - coming
+        most = self._most_ahead_of(arena, pages)
+        missing = min(_AHEAD_BATCHES * count * pages, most) - arena.free.free - coming
         return 0 < pages <= missing and not self.frozen
 
     def take_spare(self, arena: Arena, namespace: NamespaceState, length: int) -> Run | None:
         """Room for a replica of ``length`` bytes, if there is more than half of what is kept free for new objects."""
         pages = arena.pages_for(length)
         wanted, count = self.demand
-        kept = min(_AHEAD_BATCHES * count * arena.pages_for(wanted), self._most_ahead_of(arena)) // 2
+        pages_wanted = arena.pages_for(wanted)
+        kept = min(_AHEAD_BATCHES * count * pages_wanted, self._most_ahead_of(arena, pages_wanted)) // 2
         if self.frozen or arena.free.free - pages < kept or length > self._longest_of[arena.number]:
             return None
         if namespace.quota is not None and self._bytes_of(namespace) + pages * arena.granule > namespace.quota:
@@ -185,8 +189,11 @@ class Room:
         self._take(arena, length, 1, runs, False)
         return runs[0] if runs else None
 
-    def _most_ahead_of(self, arena: Arena) -> int:
-        return self._most_ahead * (arena.end - arena.base) // self._objects.total
+    def _most_ahead_of(self, arena: Arena, pages: int) -> int:
+        """Granules of ``arena`` that are kept free at most: one object of ``pages`` at least, if it holds several."""
+        size = arena.end - arena.base
+        share = self._most_ahead * size // self._objects.total
+        return max(share, pages) if _FEW * pages <= size else share
 
     def drop(self, arena: Arena, victim: int) -> None:
         """Evict an object that the policy does not hold any more and that nobody reads."""

@@ -106,7 +106,7 @@ def present(region: Region) -> int:
 def test_a_pool_is_populated_in_the_background(pool: Pool, threads_wanted: int) -> None:
     region = CpuBackend().map_region(pool.region.descriptor)
     assert present(region) < 64
-    host = host_of(Switches(threads=threads_wanted))
+    host = host_of(Switches(populate=True, threads=threads_wanted))
     host.region_mapped(region)
     wait_for(lambda: not threads())
     assert present(region) == -(-region.descriptor.size // PAGE)
@@ -150,7 +150,7 @@ def test_reading_ahead_enters_what_is_read_and_only_that(pool: Pool) -> None:
 
 def test_what_is_populated_is_not_read_ahead(region: Region) -> None:
     kernel = FakeKernel()
-    host = host_of(Switches(numa=False, read_ahead="all"), around(kernel))
+    host = host_of(Switches(populate=True, numa=False, read_ahead="all"), around(kernel))
     host.region_mapped(region)
     wait_for(lambda: host.hint_stats()["dax.populate_bytes"] == SIZE)
     calls = len(kernel.calls)
@@ -163,7 +163,7 @@ def test_what_is_populated_is_not_read_ahead(region: Region) -> None:
 
 def test_a_file_on_a_disk_is_read_ahead_each_time_and_never_populated(region: Region) -> None:
     kernel = FakeKernel()
-    host = host_of(Switches(numa=False, read_ahead="disk"), around(kernel, Medium("disk")))
+    host = host_of(Switches(populate=True, numa=False, read_ahead="disk"), around(kernel, Medium("disk")))
     host.region_mapped(region)
     for _ in range(2):
         host.before_read(region, EXTENTS)
@@ -183,7 +183,7 @@ def test_threads_end_at_unmap_and_let_go_of_the_memory(region: Region) -> None:
         return 0
 
     kernel = FakeKernel(answer)
-    host = host_of(Switches(), around(kernel))
+    host = host_of(Switches(populate=True), around(kernel))
     host.region_mapped(region)
     assert entered.wait(10)
     started = time.monotonic()
@@ -198,7 +198,7 @@ def test_threads_end_at_unmap_and_let_go_of_the_memory(region: Region) -> None:
 def test_populating_gives_way_to_reads(region: Region) -> None:
     """A read that lasts leaves it a slice now and then, and no more."""
     kernel = FakeKernel()
-    host = host_of(Switches(numa=False), around(kernel))
+    host = host_of(Switches(populate=True, numa=False), around(kernel))
     host.before_read(region, EXTENTS)
     host.region_mapped(region)
     time.sleep(0.1)
@@ -210,7 +210,7 @@ def test_populating_gives_way_to_reads(region: Region) -> None:
 
 def test_a_kernel_that_cannot_is_asked_once(region: Region) -> None:
     kernel = FakeKernel(lambda advice, start: errno.EINVAL)
-    host = host_of(Switches(numa=False, read_ahead="all"), around(kernel))
+    host = host_of(Switches(populate=True, numa=False, read_ahead="all"), around(kernel))
     host.region_mapped(region)
     wait_for(lambda: "dax.populate_error" in host.hint_stats())
     for _ in range(3):
@@ -226,7 +226,7 @@ def test_a_kernel_that_cannot_is_asked_once(region: Region) -> None:
 def test_a_pool_that_is_far_is_one_line_with_the_remedy(region: Region, medium: Medium, node: int) -> None:
     """A device by its sysfs entry, other memory by a sample of its pages."""
     before = os.sched_getaffinity(0)
-    host = host_of(Switches(), around(FakeKernel(node=node), medium))
+    host = host_of(Switches(populate=True), around(FakeKernel(node=node), medium))
     with capture_logs() as logs:
         host.region_mapped(region)
         wait_for(lambda: not threads())
@@ -319,7 +319,7 @@ def test_a_forked_process_starts_anew(region: Region) -> None:
 
 
 def test_figures_are_named_after_the_plugin(region: Region) -> None:
-    host = host_of(Switches(), around(FakeKernel()))
+    host = host_of(Switches(populate=True), around(FakeKernel()))
     host.region_mapped(region)
     wait_for(lambda: not threads())
     host.region_unmapping(region)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,42 @@ def test_reset_with_the_connector_flag_empties_the_namespace(results: dict[str, 
     assert found["done"] is True
     assert found["present"] == 0
     assert found["hits"] == 0
+
+
+@pytest.mark.parametrize("demote", [True, False])
+def test_several_pools_of_several_media_serve_one_prefix(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, demote: bool
+) -> None:
+    runtime = tmp_path_factory.mktemp("run")
+    settings = {
+        "maru_storage_backend": "mixed",
+        "maru_cpu_pool_size": "2M",
+        "maru_cxl_pool_size": "16M",
+        "maru_cxl_pool_path": str(runtime / "device"),
+        "maru_demote": demote,
+    }
+    (runtime / "device").mkdir()
+    process = spawn(
+        *("-m", "tests.engine.tiny", str(tiny_model), str(runtime), "{}", json.dumps(settings), "tiers"),
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    )
+    try:
+        output, _ = process.communicate(timeout=500)
+    finally:
+        end(process)
+    results = result_of(output)
+    found = scenario(results, "tiers")
+    assert found["warm"] == found["cold"]
+    assert found["found"] == [300 // 64] * 10
+    assert found["hits"] == 10 * 256
+    assert found["same"]
+    assert found["leased"] == 0
+    cpu, cxl = found["pools"]
+    assert (cpu["backend"], cxl["backend"]) == ("cpu", "cxl")
+    assert cpu["objects"] + cxl["objects"] == 40
+    assert cpu["objects"] > 0
+    assert bool(cpu["demoted_out"]) is demote
+    assert results["caught"] == {}
 
 
 def test_nothing_was_caught_inside_the_connector(results: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """One real vLLM engine, in this process, on a tiny random model: scenarios that need a hand inside the engine.
 
-Run by ``test_tiny_engine.py`` as ``python -m tests.engine.tiny MODEL RUNTIME_DIR [OPTIONS]``; prints one JSON object.
-OPTIONS is a JSON object of arguments for vLLM's ``LLM``, such as ``{"dtype": "bfloat16"}`` on a GPU. In-process
+Run by ``test_tiny_engine.py`` as ``python -m tests.engine.tiny MODEL RUNTIME_DIR [OPTIONS [SETTINGS SCENARIO…]]``;
+prints one JSON object. OPTIONS is a JSON object of arguments for vLLM's ``LLM``, such as ``{"dtype": "bfloat16"}`` on a
+GPU, SETTINGS one of Maru's. In-process
 (``uni`` executor, no engine-core process), so that a scenario can change the step size, look into pages, and abort
 between the dispatch of a step and its result.
 """
@@ -100,9 +101,13 @@ class Tiny:
     def leased(self) -> int:
         """Bytes under lease once what is on its way back has had a second to arrive."""
         deadline = time.monotonic() + 1
-        while (held := int(self.handler.server_stats()["pools"][0]["leased"])) and time.monotonic() < deadline:
+        while (held := sum(pool["leased"] for pool in self.pools())) and time.monotonic() < deadline:
             time.sleep(0.02)
         return held
+
+    def pools(self) -> list[dict[str, Any]]:
+        """What the server says of its pools."""
+        return list(self.handler.server_stats()["pools"])
 
     def objects(self, ids: list[int]) -> list[bytes]:
         """Bytes of the stored chunks, read under a lease."""
@@ -341,6 +346,34 @@ def reset(tiny: Tiny) -> dict[str, Any]:
     }
 
 
+def tiers(tiny: Tiny) -> dict[str, Any]:
+    """More than the first pool holds: what was used least is in the second one, and everything is found again."""
+    prompts = [prompt(300, 200 + seed) for seed in range(10)]
+
+    def in_turn(what: Callable[[list[int]], Any]) -> list[Any]:
+        """One after the other: what is read at a time is a share of the pools, and these are small."""
+        return [(what(ids), tiny.leased())[0] for ids in prompts]
+
+    cold = in_turn(tiny.answer)
+    stored = in_turn(tiny.objects)
+    deadline = time.monotonic() + 5
+    while any(pool["moving"] for pool in tiny.pools()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    moved = in_turn(tiny.objects)
+    tiny.forget()
+    before = tiny.metric("vllm:external_prefix_cache_hits")
+    warm = in_turn(tiny.answer)
+    return {
+        "cold": cold,
+        "warm": warm,
+        "hits": tiny.metric("vllm:external_prefix_cache_hits") - before,
+        "same": stored == moved,
+        "found": [len(objects) for objects in moved],
+        "pools": tiny.pools(),
+        "leased": tiny.leased(),
+    }
+
+
 def _close(first: bytes, second: bytes) -> bool:
     import numpy
 
@@ -355,13 +388,12 @@ def main() -> None:
     """Run every scenario; what one raises is its result, so that the others still count."""
     import traceback
 
-    tiny = Tiny(
-        sys.argv[1],
-        {"maru_pool_size": "64M", "maru_runtime_dir": sys.argv[2], "maru_idle_exit": 2, "maru_lookup_timeout": 10},
-        json.loads(sys.argv[3]) if len(sys.argv) > 3 else {},
-    )
+    model, runtime, options, settings, *names = [*sys.argv[1:], "{}", "{}"][: max(4, len(sys.argv) - 1)]
+    common = {"maru_pool_size": "64M", "maru_runtime_dir": runtime, "maru_idle_exit": 2, "maru_lookup_timeout": 10}
+    tiny = Tiny(model, {**common, **json.loads(settings)}, json.loads(options))
     results: dict[str, Any] = {}
-    for scenario in SCENARIOS:
+    chosen = [globals()[name] for name in names] or SCENARIOS
+    for scenario in chosen:
         try:
             tiny.forget()
             results[scenario.__name__] = scenario(tiny)

@@ -69,6 +69,18 @@ def test_what_has_no_room_above_goes_below():
     assert [arena.hits for arena in world.directory.arenas] == [4, 6]
 
 
+@pytest.mark.parametrize(("count", "low"), [(8, True), (7, False)])
+def test_a_small_pool_keeps_room_for_one_object(count, low):
+    """A hundredth of it would be less than that, and then what is in it would stay there for ever."""
+    world = World.of(count, 100, ahead=0.01, demote=True)
+    session = world.session()
+    for name in keys(0, count):
+        world.store(session, [name])
+    assert world.directory.has_next_move() is low
+    assert move_all(world) == low
+    assert world.directory.arenas[0].free.free == low
+
+
 def test_an_object_moves_down_and_is_found_all_the_time():
     world, session, names = full(4, 4)
     move = begin(world)
