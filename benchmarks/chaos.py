@@ -5,7 +5,8 @@ processes are killed and stopped for longer than every timer, some in the middle
 ``reserve``, ``commit``, ``evict`` and ``release`` at a random instruction, and are started again; some of those that
 follow die while they recover. After each batch of events the pool must add up, after each start what was readable
 before must be found, and at the end nothing may be left reserved, leased or in quarantine.
-``python benchmarks/chaos.py [--json FILE]`` takes five to ten minutes.
+``python benchmarks/chaos.py [--json FILE]`` takes five to ten minutes. With ``--mixed`` there are two pools, objects move
+between them, and servers die inside ``next_move`` and ``finish_move``, too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.outcome import Bound, Least, Outcome, main
 from maru_core import logs
 from tests.chaos.controller import Chaos, ChaosError, Scale, operations
-from tests.chaos.server import OPERATIONS
 from tests.chaos.tally import FATAL
 
 CLIENT_KILLS = 200
@@ -37,10 +37,11 @@ def measure(options: argparse.Namespace) -> Outcome:
     begin = time.monotonic()
     share = options.scale
     rounds = 0
-    with Chaos(folder, Scale(quota=3 << 20), options.seed, warm=not options.cold) as chaos:
+    scale = Scale(quota=3 << 20, upper=2 << 20 if options.mixed else None)
+    with Chaos(folder, scale, options.seed, warm=not options.cold) as chaos:
         sums = dict.fromkeys((*FATAL, "hits"), 0)
         try:
-            for operation in operations():
+            for operation in operations(scale):
                 chaos.round(operation)
                 rounds += 1
                 print(
@@ -76,7 +77,10 @@ def measure(options: argparse.Namespace) -> Outcome:
     bounds: list[Bound] = [
         Least("client kills", chaos.events["client kills"], CLIENT_KILLS * share),
         Least("client stops beyond every timer", chaos.events["client stops"], CLIENT_STOPS * share),
-        *(Least(f"server kills inside {name}", chaos.kills_inside[name], KILLS_INSIDE * share) for name in OPERATIONS),
+        *(
+            Least(f"server kills inside {name}", chaos.kills_inside[name], KILLS_INSIDE * share)
+            for name in scale.operations
+        ),
         Least("verified hits", sums["hits"], HITS * share),
         Bound("wrong bytes", sum(sums[name] for name in FATAL), 0),
         Bound("problems", len(chaos.problems), 0),
@@ -96,6 +100,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the full numbers [default: 1]")
     parser.add_argument("--limit", type=float, default=1500, metavar="SECONDS", help="give up after [default: 1500]")
     parser.add_argument("--cold", action="store_true", help="allow servers that come back empty")
+    parser.add_argument("--mixed", action="store_true", help="two pools of different media, objects move in between")
     parser.add_argument("--keep", action="store_true", help="keep the logs even if all is well")
 
 

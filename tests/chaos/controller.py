@@ -25,7 +25,7 @@ from maru_core.host import PluginHost
 from maru_core.protocol import Presence
 from tests.chaos import pool
 from tests.chaos.client import Plan
-from tests.chaos.server import OPERATIONS, STARTING
+from tests.chaos.server import MOVING, OPERATIONS, STARTING
 from tests.chaos.stamps import KEYS, SPACES, difference, key_of, namespace, verified
 from tests.chaos.tally import FATAL, totals
 
@@ -43,7 +43,8 @@ class Scale:
 
     ``reset_chance`` and ``inspect_chance``: of a reset just before a server is killed, and of a look at everything when
     the next one serves, each per round; ``again_chance``: of another server in between, which dies while it starts.
-    ``quota``: most that one of the two namespaces may take.
+    ``quota``: most that one of the two namespaces may take. ``upper``: size of a pool of host memory that is
+    written to first; the one of ``pool_size`` is a file that stands in for a CXL device then, and objects move.
 
     ``patience`` replaces the server's (60 s), so that ``stop`` is beyond every timer: requests (``request_timeout``),
     pings (1 s), the sweep for dead clients (0.5 s) and the patience. ``calm``: work between two server kills.
@@ -64,6 +65,12 @@ class Scale:
     inspect_chance: float = 0.5
     again_chance: float = 0.3
     quota: int | None = None
+    upper: int | None = None
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """Inside which servers can be killed."""
+        return (*OPERATIONS, *(MOVING if self.upper else ()))
 
 
 class ChaosError(AssertionError):
@@ -121,7 +128,7 @@ class Chaos:
         self._nursery: subprocess.Popen[str] | None = None
         self._observers: dict[str, MaruHandler] = {}
         self.events = dict.fromkeys((*_EVENTS, *(f"server kills in {moment}" for moment in STARTING)), 0)
-        self.kills_inside = dict.fromkeys(OPERATIONS, 0)
+        self.kills_inside = dict.fromkeys(scale.operations, 0)
         self.problems: list[str] = []
         self.starts: list[float] = []
 
@@ -196,6 +203,9 @@ class Chaos:
         command += ["--patience", str(scale.patience), "--", "serve", "--runtime-dir", str(self._folder)]
         command += ["--url", self._url, "--pool-path", str(self._folder / "pools"), "--idle-exit", "120"]
         command += ["--pool-size", str(scale.pool_size), "--granule", str(scale.granule)]
+        if scale.upper is not None:
+            command += ["--storage-backend", "mixed", "--cpu-pool-size", str(scale.upper), "--promote"]
+            command += ["--cxl-pool-path", str(self._folder / "pools")]
         if scale.quota is not None:
             command += ["--namespace-quota", str(scale.quota)]
         with (self._folder / "server.log").open("ab") as log:
@@ -205,8 +215,8 @@ class Chaos:
 
     def _start_in_vain(self, moment: str) -> None:
         """A server that dies while it recovers, or while clients resume; or soon afterwards if that comes first."""
-        path = pool.find_pool(self._folder / "pools")
-        left = pool.survey(path)
+        paths = pool.find_pools(self._folder / "pools")
+        left = pool.survey_all(paths)
         epochs = {namespace(space).digest: observer.weights_epoch for space, observer in self._observers.items()}
         server = self._launch(moment)
         before = self._told_kills()
@@ -224,8 +234,8 @@ class Chaos:
         self.events[f"server kills in {moment}"] += len(self._told_kills()) - len(before)
         if served is None:
             # Nobody asked it for anything, so it may have changed nothing.
-            ready = {(h.digest, h.key, h.generation) for h in left.ready if h.weights_epoch == epochs[h.digest]}
-            lost = ready - {(h.digest, h.key, h.generation) for h in pool.survey(path).ready}
+            ready = {(h.digest, h.key) for h in left.ready if h.weights_epoch == epochs[h.digest]}
+            lost = ready - {(h.digest, h.key) for h in pool.survey_all(paths).ready}
             if lost:
                 self.problems.append(f"{len(lost)} of {len(ready)} READY objects are gone after a kill in {moment}")
 
@@ -303,7 +313,7 @@ class Chaos:
         observer = self._observers.get(SPACES[0])
         with suppress(Unavailable):
             if observer is not None:
-                self.events["quarantines seen"] += observer.server_stats()["pools"][0]["quarantined"] > 0
+                self.events["quarantines seen"] += any(one["quarantined"] for one in observer.server_stats()["pools"])
 
     def _continue_later(self, client: Process) -> None:
         self.events["client stops"] += 1
@@ -385,22 +395,22 @@ class Chaos:
             # Nobody may say hello before the stock was taken: until then nothing may be evicted.
             for client in self._clients:
                 client.send(signal.SIGSTOP)
-        path = pool.find_pool(self._folder / "pools")
-        dead = pool.survey(path)
+        paths = pool.find_pools(self._folder / "pools")
+        dead = pool.survey_all(paths)
         self.events["torn headers"] += dead.torn
         epochs = {space: observer.weights_epoch for space, observer in self._observers.items()}
         if inspect:
             # Whoever knows the weights epoch tells it to a server that has forgotten it.
             self._look_away()
-        following = list(OPERATIONS)
+        following = self._scale.operations
         self.start_server(following[(following.index(operation) + 1) % len(following)])
-        living = pool.unpack_superblock(path.read_bytes()[: pool.SUPERBLOCK_SIZE])
-        if living.identity == dead.identity:
+        warm = pool.identities(paths) == dead.identity
+        if warm:
             self.events["warm starts"] += 1
         elif self._warm:
             self.problems.append(f"cold start after a kill inside {told[-1] if told else operation}")
         if inspect:
-            if living.identity == dead.identity:
+            if warm:
                 self._find_again(dead, epochs, told[-1] if told else operation)
             self._observe()
             for client in self._clients:
@@ -495,8 +505,8 @@ class Chaos:
                     raise ChaosError(f"client {client.plan} does not end")
         deadline = time.monotonic() + 8
         while True:
-            (one,) = self.take_stock()["pools"]
-            left = {name: one[name] for name in ("reserved", "leased", "quarantined")}
+            pools = self.take_stock()["pools"]
+            left = {name: sum(one[name] for one in pools) for name in ("reserved", "leased", "quarantined")}
             if not any(left.values()):
                 break
             if time.monotonic() > deadline:
@@ -511,7 +521,7 @@ class Chaos:
         return sums
 
 
-def operations() -> Iterator[str]:
+def operations(scale: Scale) -> Iterator[str]:
     """The operations in the order in which servers die inside them, again and again."""
     while True:
-        yield from OPERATIONS
+        yield from scale.operations

@@ -1,8 +1,9 @@
-"""What lies in a pool file while no server has it: the readable objects of a dead server."""
+"""What lies in pool files while no server has it: the readable objects of a dead server."""
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from pathlib import Path
 
 from attrs import frozen
@@ -19,10 +20,26 @@ class Found:
     torn: int
 
 
-def find_pool(folder: Path) -> Path:
-    """The only pool file below a server's ``maru_pool_path``."""
-    (path,) = folder.glob("maru-*/pool-*")
-    return path
+def find_pools(folder: Path) -> list[Path]:
+    """The pool files below a server's ``maru_pool_path``, in the order in which they are written to."""
+    found = [*folder.glob("maru-*/pool-*"), *folder.glob("maru-cxl-*")]
+    assert found
+    return found
+
+
+def survey_all(paths: Sequence[Path]) -> Found:
+    """All pools as one. Of an object that is on its way from one to another there may be two: the first counts."""
+    each = [survey(path) for path in paths]
+    ready: dict[tuple[bytes, bytes, int], Header] = {}
+    for found in each:
+        for header in found.ready:
+            ready.setdefault((header.digest, header.key, header.weights_epoch), header)
+    return Found(b"".join(found.identity for found in each), tuple(ready.values()), sum(found.torn for found in each))
+
+
+def identities(paths: Sequence[Path]) -> bytes:
+    """Which pools these are."""
+    return b"".join(unpack_superblock(path.read_bytes()[:SUPERBLOCK_SIZE]).identity for path in paths)
 
 
 def survey(path: Path) -> Found:

@@ -36,6 +36,8 @@ OPERATIONS = {
     "release": ("release",),
     "evict": ("reserve", "make_ahead"),
 }
+#: The same where objects move between several pools.
+MOVING = {"move": ("next_move", "finish_move")}
 #: The same for what happens once per start, without being told.
 STARTING = {"recover": ("recover",), "resume": ("unlisted", "give_back", "resume_lease", "thaw")}
 #: More instructions than it takes to recover a pool of a thousand granules.
@@ -113,14 +115,14 @@ def main() -> None:
     """Serve until told to end, or until the end comes by itself."""
     split = sys.argv.index("--")
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kill-in", choices=[*OPERATIONS, *STARTING], required=True)
+    parser.add_argument("--kill-in", choices=[*OPERATIONS, *MOVING, *STARTING], required=True)
     parser.add_argument("--told", type=Path, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--patience", type=float, default=sessions.PATIENCE)
     options = parser.parse_args(sys.argv[1:split])
     sessions.PATIENCE = options.patience
     assassin = Assassin(options.kill_in, options.told, random.Random(options.seed))
-    for name in (OPERATIONS | STARTING)[options.kill_in]:
+    for name in (OPERATIONS | MOVING | STARTING)[options.kill_in]:
         setattr(Directory, name, assassin.wrap(getattr(Directory, name)))
 
     def arm(number: int, frame: types.FrameType | None) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from tests.chaos.controller import Chaos, Scale, operations
 from tests.chaos.stamps import CHAIN, KEYS, LONGEST, difference, size_of, stamped
@@ -31,7 +32,7 @@ SHORT = Scale(
 
 def test_nothing_is_wrong_or_left_over_after_kills_and_stops(maru_runtime_dir: Path) -> None:
     with Chaos(maru_runtime_dir, SHORT, seed=3, warm=True) as chaos:
-        for operation in islice(operations(), 4):
+        for operation in islice(operations(SHORT), 4):
             chaos.round(operation)
         counts = chaos.finish()
     assert chaos.problems == []
@@ -42,6 +43,19 @@ def test_nothing_is_wrong_or_left_over_after_kills_and_stops(maru_runtime_dir: P
     assert chaos.events["client stops"] >= 4
     assert counts["hits"] > 500
     assert counts["stored"] > 100
+    assert not any(counts[name] for name in FATAL)
+
+
+def test_nothing_is_wrong_or_left_over_where_objects_move_between_pools(maru_runtime_dir: Path) -> None:
+    scale = evolve(SHORT, upper=2 << 20, pool_size=4 << 20)
+    with Chaos(maru_runtime_dir, scale, seed=5, warm=True) as chaos:
+        for operation in islice(operations(scale), 5):
+            chaos.round(operation)
+        counts = chaos.finish()
+    assert chaos.problems == []
+    assert chaos.kills_inside == dict.fromkeys(chaos.kills_inside, 1)
+    assert chaos.events["warm starts"] == 5
+    assert counts["hits"] > 500
     assert not any(counts[name] for name in FATAL)
 
 
