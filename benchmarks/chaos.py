@@ -5,8 +5,8 @@ processes are killed and stopped for longer than every timer, some in the middle
 ``reserve``, ``commit``, ``evict`` and ``release`` at a random instruction, and are started again; some of those that
 follow die while they recover. After each batch of events the pool must add up, after each start what was readable
 before must be found, and at the end nothing may be left reserved, leased or in quarantine.
-``python benchmarks/chaos.py [--json FILE]`` takes five to ten minutes. With ``--mixed`` there are two pools, objects move
-between them, and servers die inside ``next_move`` and ``finish_move``, too.
+With ``--mixed`` there are two pools, objects move between them, and servers die inside ``next_move`` and
+``finish_move``, too. ``python benchmarks/chaos.py [--json FILE]`` takes five to ten minutes.
 """
 
 from __future__ import annotations
