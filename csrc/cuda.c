@@ -1,13 +1,11 @@
 /* Copies between a CUDA device's pages and objects: see maru.h for what is promised.
  *
- * Two streams of our own. Bulk bytes cross the bus on `copying`, kernels place them on `placing`, and staging memory is
- * a ring of slots between the two. Order among them, and against the caller's stream, is kept by events on the device;
- * the CPU waits only to bound what is under way. Every slot has two events:
- *   crossed[k]  the host memory of the slice that is in slot k may be used again
- *   placed[k]   the kernel that works on slot k has run
- * A slice takes slot k only after crossed[k] of the slice before was seen by the CPU, because no more slices are under
- * way than there are slots; so kernels and copies of a store may use the slot at once, and copies of a load once
- * placed[k] is there, too. */
+ * Staging memory is a ring of slots, and every slot has a stream of its own, its lane: what happens in a slot happens in
+ * the lane's order, one slice after another, while other lanes are at other stages. A copy engine serves whoever has work
+ * for as long as he has some; with lanes each has one copy at a time, and somebody else's copy gets its turn between two.
+ * Order against the caller's stream is kept by events on the device. The CPU waits only to bound what is under way:
+ * crossed[k] tells that the host memory of the slice in slot k may be used again, and a slice takes slot k only after
+ * the CPU has seen that of the slice before, because no more slices are under way than there are slots. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -38,9 +36,10 @@ struct maru_pages {
   struct maru_geometry geometry;
   uint64_t *layer_addresses;
   uint64_t staging, bounce, slot_bytes;
-  uint32_t slots, turn;
-  CUhandle_ copying, placing, began, ended[2];
-  CUhandle_ crossed[MOST_SLOTS], placed[MOST_SLOTS];
+  uint32_t slots;
+  CUhandle_ began; /* on the caller's stream: from here on pages may be touched */
+  CUhandle_ lane[MOST_SLOTS], crossed[MOST_SLOTS];
+  CUhandle_ placed[MOST_SLOTS]; /* the last slice of the job in that slot has no more to do with pages */
   /* What addresses of pages are all multiples of, 16 at most, and the bytes of a head that follow each other. */
   uint64_t aligned;
   uint32_t head_bytes;
@@ -48,7 +47,7 @@ struct maru_pages {
   /* The job that was submitted last; slices by their order in it. */
   struct maru_job job;
   uint32_t first[MOST_SLOTS], last[MOST_SLOTS]; /* segments of the slice in a slot */
-  uint32_t first_turn, submitted, retired;
+  uint32_t first_turn, submitted, retired, slices;
   int failed;
   char text[TEXT];
 };
@@ -252,13 +251,11 @@ static void describe(struct maru_pages *pages) {
 
 static int make_streams(struct maru_pages *pages, char *text, size_t room) {
   const struct maru_driver *driver = &pages->cuda->driver;
-  /* Placing goes before an engine's own kernels when both wait for a multiprocessor: it takes microseconds, and bytes
-   * on the bus wait for it. The driver takes the nearest priority that it has. */
-  TRY(StreamCreate, &pages->copying, CU_STREAM_NON_BLOCKING_, 0);
-  TRY(StreamCreate, &pages->placing, CU_STREAM_NON_BLOCKING_, -100);
   TRY(EventCreate, &pages->began, CU_EVENT_DISABLE_TIMING_);
-  for (int i = 0; i < 2; i++) TRY(EventCreate, &pages->ended[i], CU_EVENT_DISABLE_TIMING_);
   for (uint32_t k = 0; k < pages->slots; k++) {
+    /* Placing goes before an engine's own kernels when both wait for a multiprocessor: it takes microseconds, and bytes
+     * on the bus wait for it. The driver takes the nearest priority that it has. */
+    TRY(StreamCreate, &pages->lane[k], CU_STREAM_NON_BLOCKING_, -100);
     TRY(EventCreate, &pages->crossed[k], CU_EVENT_DISABLE_TIMING_ | CU_EVENT_BLOCKING_SYNC_);
     TRY(EventCreate, &pages->placed[k], CU_EVENT_DISABLE_TIMING_);
   }
@@ -297,22 +294,23 @@ int maru_cuda_bind(struct maru_cuda *cuda, const struct maru_geometry *geometry,
   return status;
 }
 
+/* Nothing of ours is on the device any more. */
+static void settle(const struct maru_pages *pages) {
+  for (uint32_t k = 0; k < pages->slots; k++)
+    if (pages->lane[k]) pages->cuda->driver.StreamSynchronize(pages->lane[k]);
+}
+
 void maru_cuda_unbind(struct maru_pages *pages) {
   if (!pages) return;
   const struct maru_driver *driver = &pages->cuda->driver;
   int pushed = enter(pages->cuda);
-  CUhandle_ streams[] = {pages->copying, pages->placing};
-  for (int i = 0; i < 2; i++)
-    if (streams[i]) driver->StreamSynchronize(streams[i]);
+  settle(pages);
   for (uint32_t k = 0; k < pages->slots; k++) {
     if (pages->crossed[k]) driver->EventDestroy(pages->crossed[k]);
     if (pages->placed[k]) driver->EventDestroy(pages->placed[k]);
+    if (pages->lane[k]) driver->StreamDestroy(pages->lane[k]);
   }
-  CUhandle_ events[] = {pages->began, pages->ended[0], pages->ended[1]};
-  for (int i = 0; i < 3; i++)
-    if (events[i]) driver->EventDestroy(events[i]);
-  for (int i = 0; i < 2; i++)
-    if (streams[i]) driver->StreamDestroy(streams[i]);
+  if (pages->began) driver->EventDestroy(pages->began);
   leave(pages->cuda, pushed);
   free(pages->layer_addresses);
   free(pages);
@@ -331,6 +329,7 @@ const char *maru_cuda_error(const struct maru_pages *pages) { return pages ? pag
 struct batch {
   struct maru_sink sink;
   struct maru_pages *pages;
+  CUhandle_ lane;
   size_t count;
   CUdeviceptr_ targets[BATCH], sources[BATCH];
   size_t bytes[BATCH];
@@ -346,13 +345,13 @@ static int flush(struct batch *batch) {
   batch->count = 0;
   if (count > 1 && !pages->job.one_by_one && pages->cuda->info.batches) {
     if (driver->batch_13)
-      TRY(batch_13, batch->targets, batch->sources, batch->bytes, count, &as, &start, 1, pages->copying);
+      TRY(batch_13, batch->targets, batch->sources, batch->bytes, count, &as, &start, 1, batch->lane);
     else
-      TRY(batch_12_8, batch->targets, batch->sources, batch->bytes, count, &as, &start, 1, &failed, pages->copying);
+      TRY(batch_12_8, batch->targets, batch->sources, batch->bytes, count, &as, &start, 1, &failed, batch->lane);
     return MARU_OK;
   }
   for (size_t i = 0; i < count; i++)
-    TRY(MemcpyAsync, batch->targets[i], batch->sources[i], batch->bytes[i], pages->copying);
+    TRY(MemcpyAsync, batch->targets[i], batch->sources[i], batch->bytes[i], batch->lane);
   return MARU_OK;
 }
 
@@ -365,7 +364,7 @@ static int batch_take(struct maru_sink *sink, uint64_t target, uint64_t source, 
 
 static int copy(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,
                 const struct maru_segment *last) {
-  struct batch batch = {.sink = {batch_take}, .pages = pages};
+  struct batch batch = {.sink = {batch_take}, .pages = pages, .lane = pages->lane[slot]};
   uint64_t here = slot * pages->slot_bytes;
   int status = MARU_OK;
   for (const struct maru_segment *s = first; s < last && !status; s++)
@@ -420,51 +419,68 @@ static int launch(struct maru_pages *pages, uint32_t slot, const struct maru_seg
   uint64_t limit = job->grid ? job->grid : (uint64_t)pages->cuda->info.multiprocessors * BLOCKS_PER_MULTIPROCESSOR;
   void *parameters[] = {place};
   TRY(LaunchKernel, pages->cuda->kernel[job->direction][width], (unsigned)(blocks < limit ? blocks : limit), 1, 1, THREADS,
-      1, 1, 0, pages->placing, parameters, NULL);
+      1, 1, 0, pages->lane[slot], parameters, NULL);
   return MARU_OK;
 }
 
 /* ---- Jobs ------------------------------------------------------------------------------------------------------- */
 
-static int load_slice(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,
-                      const struct maru_segment *last) {
+/* Pages may be touched on this lane from here on. Each lane waits once per job. */
+static int open_pages(struct maru_pages *pages, uint32_t slot) {
   const struct maru_driver *driver = &pages->cuda->driver;
   char *text = pages->text;
   const size_t room = TEXT;
+  if (pages->submitted < pages->slots) TRY(StreamWaitEvent, pages->lane[slot], pages->began, 0);
+  return MARU_OK;
+}
+
+/* The slice has no more to do with pages; what comes last in each lane is what the caller's stream will wait for. */
+static int close_pages(struct maru_pages *pages, uint32_t slot) {
+  const struct maru_driver *driver = &pages->cuda->driver;
+  char *text = pages->text;
+  const size_t room = TEXT;
+  if (pages->submitted + pages->slots >= pages->slices) TRY(EventRecord, pages->placed[slot], pages->lane[slot]);
+  return MARU_OK;
+}
+
+/* The slice has no more to do with host memory. */
+static int cross(struct maru_pages *pages, uint32_t slot) {
+  const struct maru_driver *driver = &pages->cuda->driver;
+  char *text = pages->text;
+  const size_t room = TEXT;
+  TRY(EventRecord, pages->crossed[slot], pages->lane[slot]);
+  return MARU_OK;
+}
+
+#define STEP(call) \
+  if ((status = (call))) return status
+
+static int load_slice(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,
+                      const struct maru_segment *last) {
   int status;
-  if (first->way == MARU_MAPPED) {
-    if ((status = launch(pages, slot, first, last))) return status;
-    TRY(EventRecord, pages->crossed[slot], pages->placing);
-    return MARU_OK;
-  }
-  if (first->way != MARU_DIRECT) TRY(StreamWaitEvent, pages->copying, pages->placed[slot], 0);
-  if (first->way == MARU_BOUNCED)
+  uint32_t way = first->way;
+  if (way == MARU_BOUNCED)
     for (const struct maru_segment *s = first; s < last; s++)
       maru_segment_bounce(&pages->geometry, s, pages->bounce + slot * pages->slot_bytes, 1);
-  if ((status = copy(pages, slot, first, last))) return status;
-  TRY(EventRecord, pages->crossed[slot], pages->copying);
-  if (first->way == MARU_DIRECT) return MARU_OK;
-  TRY(StreamWaitEvent, pages->placing, pages->crossed[slot], 0);
-  if ((status = launch(pages, slot, first, last))) return status;
-  TRY(EventRecord, pages->placed[slot], pages->placing);
-  return MARU_OK;
+  if (way == MARU_DIRECT) STEP(open_pages(pages, slot));
+  if (way != MARU_MAPPED) STEP(copy(pages, slot, first, last));
+  if (way != MARU_MAPPED) STEP(cross(pages, slot));
+  if (way != MARU_DIRECT) STEP(open_pages(pages, slot));
+  if (way != MARU_DIRECT) STEP(launch(pages, slot, first, last));
+  if (way == MARU_MAPPED) STEP(cross(pages, slot));
+  return close_pages(pages, slot);
 }
 
 static int store_slice(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,
                        const struct maru_segment *last) {
-  const struct maru_driver *driver = &pages->cuda->driver;
-  char *text = pages->text;
-  const size_t room = TEXT;
   int status;
-  if (first->way != MARU_DIRECT) {
-    if ((status = launch(pages, slot, first, last))) return status;
-    TRY(EventRecord, first->way == MARU_MAPPED ? pages->crossed[slot] : pages->placed[slot], pages->placing);
-    if (first->way == MARU_MAPPED) return MARU_OK;
-    TRY(StreamWaitEvent, pages->copying, pages->placed[slot], 0);
-  }
-  if ((status = copy(pages, slot, first, last))) return status;
-  TRY(EventRecord, pages->crossed[slot], pages->copying);
-  return MARU_OK;
+  uint32_t way = first->way;
+  STEP(open_pages(pages, slot));
+  if (way != MARU_DIRECT) STEP(launch(pages, slot, first, last));
+  if (way != MARU_DIRECT) STEP(close_pages(pages, slot));
+  if (way != MARU_MAPPED) STEP(copy(pages, slot, first, last));
+  if (way == MARU_DIRECT) STEP(close_pages(pages, slot));
+  return cross(pages, slot);
 }
 
 static uint32_t slot_of(const struct maru_pages *pages, uint32_t slice) {
@@ -500,30 +516,27 @@ static int run(struct maru_pages *pages) {
   CUhandle_ caller = (CUhandle_)(uintptr_t)job->stream;
   int status;
   TRY(EventRecord, pages->began, caller);
-  TRY(StreamWaitEvent, pages->placing, pages->began, 0);
-  int direct = 0;
-  for (uint32_t i = 0; i < job->segment_count && !direct; i++) direct = job->segments[i].way == MARU_DIRECT;
-  if (direct) TRY(StreamWaitEvent, pages->copying, pages->began, 0);
   for (uint32_t i = 0; i < job->segment_count;) {
     uint32_t end = i + 1;
     while (end < job->segment_count && job->segments[end].slice == job->segments[i].slice) end++;
-    if (pages->submitted - pages->retired >= job->window && (status = retire(pages, job->window - job->burst)))
-      return status;
+    if (pages->submitted - pages->retired >= job->window) STEP(retire(pages, job->window - job->burst));
     uint32_t slot = slot_of(pages, pages->submitted);
     pages->first[slot] = i, pages->last[slot] = end;
-    status = job->direction == MARU_LOAD ? load_slice(pages, slot, &job->segments[i], &job->segments[end])
-                                         : store_slice(pages, slot, &job->segments[i], &job->segments[end]);
-    if (status) return status;
+    STEP(job->direction == MARU_LOAD ? load_slice(pages, slot, &job->segments[i], &job->segments[end])
+                                     : store_slice(pages, slot, &job->segments[i], &job->segments[end]));
     pages->submitted++;
     i = end;
   }
-  TRY(EventRecord, pages->ended[0], pages->placing);
-  TRY(StreamWaitEvent, caller, pages->ended[0], 0);
-  if (direct) {
-    TRY(EventRecord, pages->ended[1], pages->copying);
-    TRY(StreamWaitEvent, caller, pages->ended[1], 0);
-  }
+  for (uint32_t k = 0; k < pages->slots && k < pages->submitted; k++)
+    TRY(StreamWaitEvent, caller, pages->placed[slot_of(pages, pages->submitted - 1 - k)], 0);
   return MARU_OK;
+}
+
+static uint32_t count_slices(const struct maru_job *job) {
+  uint32_t count = 0;
+  for (uint32_t i = 0; i < job->segment_count; i++)
+    count += !i || job->segments[i].slice != job->segments[i - 1].slice;
+  return count;
 }
 
 /* Slices that were not waited for; a job must not take their slots. */
@@ -552,6 +565,7 @@ int maru_cuda_submit(struct maru_pages *pages, const struct maru_job *job) {
   pages->job = *job;
   pages->first_turn = (pages->first_turn + pages->submitted) % pages->slots;
   pages->submitted = pages->retired = 0;
+  pages->slices = count_slices(job);
   int pushed = enter(pages->cuda);
   status = run(pages);
   leave(pages->cuda, pushed);
@@ -564,8 +578,7 @@ int maru_cuda_wait(struct maru_pages *pages) {
   int pushed = enter(pages->cuda), status = pages->failed ? MARU_E_CUDA : retire(pages, 0);
   if (status) {
     /* Also after an error nothing may touch pages or objects any more; a text is there already. */
-    pages->cuda->driver.StreamSynchronize(pages->placing);
-    pages->cuda->driver.StreamSynchronize(pages->copying);
+    settle(pages);
     pages->retired = pages->submitted;
     pages->failed = 0;
   }

@@ -88,7 +88,7 @@ class KernelTransfer:
         self._how = Submission(tuning.window, tuning.burst, tuning.grid, tuning.one_by_one)
         mapped = tuning.mapped_bytes if device.info.maps_host else -1
         self._slicer = Slicer(paged, stored, Limits(self._slot_bytes, tuning.direct_bytes, mapped))
-        self._spans: Callable[[int, int], Spans] = _asking(device)
+        self._pinned: Any = None
         nbytes = self._slots * self._slot_bytes + 8 * paged.num_layers
         try:
             self._staging, address = memory.on_device(nbytes)
@@ -105,14 +105,7 @@ class KernelTransfer:
 
     def use_pinned(self, pinned: Any) -> None:
         """Ask ``pinned`` which memory is locked, not the driver. See maru_core.contracts.UsesPinnedMemory."""
-
-        def spans(address: int, length: int) -> Spans:
-            return [
-                (address + span.offset, address + span.offset + span.length, span.pinned)
-                for span in pinned.spans(address, length)
-            ]
-
-        self._spans = spans
+        self._pinned = pinned
 
     def load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
         """Objects to pages."""
@@ -158,7 +151,9 @@ class KernelTransfer:
         except ValueError as error:  # not contiguous, or released
             plan_pieces(self._slicer.paged, self._slicer.stored, block_ids, copies)
             raise TransferError(f"a buffer cannot be used: {error}") from error
-        return held, self._slicer.job(direction, block_ids, copies, addresses, self._spans)
+        # What is registered now may not be any more when the next call comes.
+        spans = _asking(self._device) if self._pinned is None else _told(self._pinned)
+        return held, self._slicer.job(direction, block_ids, copies, addresses, spans)
 
     def _submit(self, job: Job) -> None:
         """Start a job: returns when its last slice is under way. ``self._pages.wait()`` ends it."""
@@ -285,18 +280,31 @@ def _addresses(copies: Sequence[ChunkCopy]) -> tuple[Any, list[int]]:
 
 
 def _asking(device: CudaDevice) -> Callable[[int, int], Spans]:
-    """Asks the driver about each stretch; what it does not know as a whole is not locked."""
+    """Asks the driver about each stretch, for one job: what it does not know as a whole is not locked."""
+    known = (0, 0)
 
     def spans(address: int, length: int) -> Spans:
-        found: list[tuple[int, int, bool]] = []
+        nonlocal known
         at, end = address, address + length
+        if known[0] <= at and end <= known[1]:
+            return [(at, end, True)]
+        found: list[tuple[int, int, bool]] = []
         while at < end:
             start, size = device.host_range(at)
-            stop = min(end, start + size)
-            if not size or stop <= at:
+            known = (start, start + size)
+            if known[1] <= at:
                 return [(address, end, False)]
-            found.append((at, stop, True))
-            at = stop
+            found.append((at, min(end, known[1]), True))
+            at = known[1]
         return found
+
+    return spans
+
+
+def _told(pinned: Any) -> Callable[[int, int], Spans]:
+    """What a PinnedMemory says, by address."""
+
+    def spans(address: int, length: int) -> Spans:
+        return [(address + s.offset, address + s.offset + s.length, s.pinned) for s in pinned.spans(address, length)]
 
     return spans
