@@ -15,9 +15,8 @@
 #include "cuda_driver.h"
 #include "place.h"
 
-#define THREADS 256
-#define UNROLL 4 /* as in place.cu */
 #define BLOCKS_PER_MULTIPROCESSOR 6
+#define VECTORS_PER_BLOCK (MARU_PLACE_THREADS * MARU_PLACE_UNROLL)
 #define MOST_SLOTS 64
 #define BATCH 256
 #define TEXT 320
@@ -418,7 +417,7 @@ static int launch(struct maru_pages *pages, uint32_t slot, const struct maru_seg
   uint64_t blocks = ((most >> width) + THREADS * UNROLL - 1) / (THREADS * UNROLL);
   uint64_t limit = job->grid ? job->grid : (uint64_t)pages->cuda->info.multiprocessors * BLOCKS_PER_MULTIPROCESSOR;
   void *parameters[] = {place};
-  TRY(LaunchKernel, pages->cuda->kernel[job->direction][width], (unsigned)(blocks < limit ? blocks : limit), 1, 1, THREADS,
+  TRY(LaunchKernel, pages->cuda->kernel[job->direction][width], (unsigned)(blocks < limit ? blocks : limit), 1, 1, MARU_PLACE_THREADS,
       1, 1, 0, pages->lane[slot], parameters, NULL);
   return MARU_OK;
 }

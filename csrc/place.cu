@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int UNROLL = 4;
+constexpr int UNROLL = MARU_PLACE_UNROLL;
 
 template <typename Vector, bool LOAD>
 __device__ __forceinline__ void place(const maru_place &p) {
@@ -43,10 +43,10 @@ __device__ __forceinline__ void place(const maru_place &p) {
 }  // namespace
 
 #define MARU_KERNELS(bytes, type)                                                                             \
-  extern "C" __global__ void __launch_bounds__(256) maru_load_##bytes(const __grid_constant__ maru_place p) { \
+  extern "C" __global__ void __launch_bounds__(MARU_PLACE_THREADS) maru_load_##bytes(const __grid_constant__ maru_place p) { \
     place<type, true>(p);                                                                                     \
   }                                                                                                           \
-  extern "C" __global__ void __launch_bounds__(256) maru_store_##bytes(const __grid_constant__ maru_place p) { \
+  extern "C" __global__ void __launch_bounds__(MARU_PLACE_THREADS) maru_store_##bytes(const __grid_constant__ maru_place p) { \
     place<type, false>(p);                                                                                    \
   }
 

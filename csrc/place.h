@@ -19,6 +19,11 @@
  * a table of blocks that travels with the launch needs no buffer that somebody could overwrite too early. */
 #define MARU_PLACE_SEGMENTS 24
 #define MARU_PLACE_BLOCKS 640
+/* Threads of a block, and vectors that each of them has in flight. */
+#define MARU_PLACE_THREADS 256
+#ifndef MARU_PLACE_UNROLL
+#define MARU_PLACE_UNROLL 4
+#endif
 
 /* Division by a number that is known before the launch, for numerators below 2^31: two instructions instead of thirty. */
 struct maru_divisor {
