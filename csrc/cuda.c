@@ -414,11 +414,12 @@ static int launch(struct maru_pages *pages, uint32_t slot, const struct maru_seg
   for (uint32_t n = 0; n < g->planes; n++)
     place->plane[n].step = g->plane[n].dim == 1 ? 1u << width : g->plane[n].dim * g->element_size;
   for (uint32_t n = 0; n < place->segments; n++) place->segment[n].vectors >>= width;
-  uint64_t blocks = ((most >> width) + THREADS * UNROLL - 1) / (THREADS * UNROLL);
+  uint64_t blocks = ((most >> width) + VECTORS_PER_BLOCK - 1) / VECTORS_PER_BLOCK;
   uint64_t limit = job->grid ? job->grid : (uint64_t)pages->cuda->info.multiprocessors * BLOCKS_PER_MULTIPROCESSOR;
   void *parameters[] = {place};
-  TRY(LaunchKernel, pages->cuda->kernel[job->direction][width], (unsigned)(blocks < limit ? blocks : limit), 1, 1, MARU_PLACE_THREADS,
-      1, 1, 0, pages->lane[slot], parameters, NULL);
+  if (blocks > limit) blocks = limit;
+  TRY(LaunchKernel, pages->cuda->kernel[job->direction][width], (unsigned)blocks, 1, 1, MARU_PLACE_THREADS, 1, 1, 0,
+      pages->lane[slot], parameters, NULL);
   return MARU_OK;
 }
 
