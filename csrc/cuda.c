@@ -1,11 +1,11 @@
 /* Copies between a CUDA device's pages and objects: see maru.h for what is promised.
  *
  * Staging memory is a ring of slots, and every slot has a stream of its own, its lane: what happens in a slot happens in
- * the lane's order, one slice after another, while other lanes are at other stages. A copy engine serves whoever has work
- * for as long as he has some; with lanes each has one copy at a time, and somebody else's copy gets its turn between two.
- * Order against the caller's stream is kept by events on the device. The CPU waits only to bound what is under way:
- * crossed[k] tells that the host memory of the slice in slot k may be used again, and a slice takes slot k only after
- * the CPU has seen that of the slice before, because no more slices are under way than there are slots. */
+ * the lane's order, one slice after another, while other lanes are at other stages. A copy engine serves a stream for as
+ * long as that has copies that may run; in a lane a kernel is between any two of them, or else a wait for another lane, so
+ * that somebody else's copy gets its turn after a few of ours.
+ * Order against the caller's stream is kept by events on the device. The CPU waits only to bound what is under way, and
+ * before it uses a bounce buffer again. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,7 +17,8 @@
 
 #define BLOCKS_PER_MULTIPROCESSOR 6
 #define VECTORS_PER_BLOCK (MARU_PLACE_THREADS * MARU_PLACE_UNROLL)
-#define MOST_SLOTS 64
+#define MOST_SLOTS 16
+#define MOST_WINDOW 64
 #define BATCH 256
 #define TEXT 320
 #define WIDTHS 5 /* accesses of 1, 2, 4, 8, 16 bytes */
@@ -27,7 +28,7 @@ struct maru_cuda {
   struct maru_cuda_info info;
   int device;
   CUhandle_ context, module;
-  CUhandle_ kernel[2][WIDTHS]; /* by direction */
+  CUhandle_ kernel[2][2][WIDTHS]; /* by direction; few or many segments */
 };
 
 struct maru_pages {
@@ -37,16 +38,19 @@ struct maru_pages {
   uint64_t staging, bounce, slot_bytes;
   uint32_t slots;
   CUhandle_ began; /* on the caller's stream: from here on pages may be touched */
-  CUhandle_ lane[MOST_SLOTS], crossed[MOST_SLOTS];
-  CUhandle_ placed[MOST_SLOTS]; /* the last slice of the job in that slot has no more to do with pages */
+  CUhandle_ lane[MOST_SLOTS];
+  CUhandle_ placed[MOST_SLOTS];   /* the last slice of the job in that slot has no more to do with pages */
+  CUhandle_ crossed[MOST_WINDOW]; /* the host memory of a slice may be used again; slices take turns */
   /* What addresses of pages are all multiples of, 16 at most, and the bytes of a head that follow each other. */
   uint64_t aligned;
   uint32_t head_bytes;
   struct maru_place place;
-  /* The job that was submitted last; slices by their order in it. */
+  struct maru_place_few few;
+  struct maru_place_many many;
+  /* The job that was submitted last; slices are counted from its first. */
   struct maru_job job;
-  uint32_t first[MOST_SLOTS], last[MOST_SLOTS]; /* segments of the slice in a slot */
-  uint32_t first_turn, submitted, retired, slices;
+  uint32_t first[MOST_WINDOW], last[MOST_WINDOW]; /* segments of the slices under way */
+  uint32_t first_slot, submitted, retired, slices;
   int failed;
   char text[TEXT];
 };
@@ -146,11 +150,13 @@ static int load_kernels(struct maru_cuda *cuda, char *text, size_t room) {
     return status;
   }
   for (int direction = 0; direction < 2; direction++)
-    for (int width = 0; width < WIDTHS; width++) {
-      char name[32];
-      snprintf(name, sizeof name, "maru_%s_%d", direction == MARU_LOAD ? "load" : "store", 1 << width);
-      TRY(ModuleGetFunction, &cuda->kernel[direction][width], cuda->module, name);
-    }
+    for (int many = 0; many < 2; many++)
+      for (int width = 0; width < WIDTHS; width++) {
+        char name[32];
+        snprintf(name, sizeof name, "maru_%s_%s_%d", direction == MARU_LOAD ? "load" : "store", many ? "many" : "few",
+                 1 << width);
+        TRY(ModuleGetFunction, &cuda->kernel[direction][many][width], cuda->module, name);
+      }
   return MARU_OK;
 }
 
@@ -255,9 +261,10 @@ static int make_streams(struct maru_pages *pages, char *text, size_t room) {
     /* Placing goes before an engine's own kernels when both wait for a multiprocessor: it takes microseconds, and bytes
      * on the bus wait for it. The driver takes the nearest priority that it has. */
     TRY(StreamCreate, &pages->lane[k], CU_STREAM_NON_BLOCKING_, -100);
-    TRY(EventCreate, &pages->crossed[k], CU_EVENT_DISABLE_TIMING_ | CU_EVENT_BLOCKING_SYNC_);
     TRY(EventCreate, &pages->placed[k], CU_EVENT_DISABLE_TIMING_);
   }
+  for (uint32_t k = 0; k < MOST_WINDOW; k++)
+    TRY(EventCreate, &pages->crossed[k], CU_EVENT_DISABLE_TIMING_ | CU_EVENT_BLOCKING_SYNC_);
   TRY(MemcpyHtoD, pages->place.layer_addresses, pages->layer_addresses, pages->geometry.layers * sizeof(uint64_t));
   return MARU_OK;
 }
@@ -305,10 +312,11 @@ void maru_cuda_unbind(struct maru_pages *pages) {
   int pushed = enter(pages->cuda);
   settle(pages);
   for (uint32_t k = 0; k < pages->slots; k++) {
-    if (pages->crossed[k]) driver->EventDestroy(pages->crossed[k]);
     if (pages->placed[k]) driver->EventDestroy(pages->placed[k]);
     if (pages->lane[k]) driver->StreamDestroy(pages->lane[k]);
   }
+  for (uint32_t k = 0; k < MOST_WINDOW; k++)
+    if (pages->crossed[k]) driver->EventDestroy(pages->crossed[k]);
   if (pages->began) driver->EventDestroy(pages->began);
   leave(pages->cuda, pushed);
   free(pages->layer_addresses);
@@ -374,6 +382,13 @@ static int copy(struct maru_pages *pages, uint32_t slot, const struct maru_segme
 
 /* ---- Launches --------------------------------------------------------------------------------------------------- */
 
+/* Whether a slice's segments need the launch for many. */
+static int is_many(const struct maru_geometry *g, const struct maru_segment *first, const struct maru_segment *last) {
+  uint64_t places = 0;
+  for (const struct maru_segment *s = first; s < last; s++) places += s->tokens / g->block_size + 2;
+  return last - first > MARU_PLACE_FEW_SEGMENTS || places > MARU_PLACE_FEW_BLOCKS;
+}
+
 static int launch(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,
                   const struct maru_segment *last) {
   const struct maru_driver *driver = &pages->cuda->driver;
@@ -382,12 +397,13 @@ static int launch(struct maru_pages *pages, uint32_t slot, const struct maru_seg
   struct maru_place *place = &pages->place;
   char *text = pages->text;
   const size_t room = TEXT;
+  const int many = is_many(g, first, last);
+  struct maru_place_segment *here = many ? pages->many.segment : pages->few.segment;
+  int32_t *table = many ? pages->many.block : pages->few.block;
   uint64_t all = pages->aligned, token = place->token_bytes, most = 0;
-  place->segments = place->blocks = 0;
-  for (const struct maru_segment *s = first; s < last; s++) {
-    struct maru_place_segment *here = &place->segment[place->segments++];
+  place->segments = (uint32_t)(last - first), place->blocks = 0;
+  for (const struct maru_segment *s = first; s < last; s++, here++) {
     uint32_t begin = s->token / g->block_size, end = (s->token + s->tokens - 1) / g->block_size + 1;
-    memset(here, 0, sizeof *here);
     if (s->way == MARU_MAPPED)
       here->packed = s->host, here->pitch = token * g->chunk_tokens;
     else
@@ -400,7 +416,7 @@ static int launch(struct maru_pages *pages, uint32_t slot, const struct maru_seg
       here->block = here[-1].block;
     } else {
       here->block = place->blocks;
-      memcpy(&place->block[place->blocks], &job->blocks[begin - job->first_place], (end - begin) * sizeof(int32_t));
+      memcpy(&table[place->blocks], &job->blocks[begin - job->first_place], (end - begin) * sizeof(int32_t));
       place->blocks += end - begin;
     }
     here->vectors = (uint32_t)((uint64_t)s->rows * s->tokens * token); /* bytes, for now */
@@ -408,17 +424,18 @@ static int launch(struct maru_pages *pages, uint32_t slot, const struct maru_seg
   }
   uint32_t width = 0;
   while (width < WIDTHS - 1 && !(all & (1u << width))) width++;
+  while (here-- > (many ? pages->many.segment : pages->few.segment)) here->vectors >>= width;
   place->vector_bytes = 1u << width;
   place->token_vectors = maru_divisor_of((uint32_t)(token >> width));
   place->head_vectors = maru_divisor_of((uint32_t)((uint64_t)g->head_size * g->element_size >> width));
   for (uint32_t n = 0; n < g->planes; n++)
     place->plane[n].step = g->plane[n].dim == 1 ? 1u << width : g->plane[n].dim * g->element_size;
-  for (uint32_t n = 0; n < place->segments; n++) place->segment[n].vectors >>= width;
   uint64_t blocks = ((most >> width) + VECTORS_PER_BLOCK - 1) / VECTORS_PER_BLOCK;
   uint64_t limit = job->grid ? job->grid : (uint64_t)pages->cuda->info.multiprocessors * BLOCKS_PER_MULTIPROCESSOR;
-  void *parameters[] = {place};
   if (blocks > limit) blocks = limit;
-  TRY(LaunchKernel, pages->cuda->kernel[job->direction][width], (unsigned)blocks, 1, 1, MARU_PLACE_THREADS, 1, 1, 0,
+  void *parameters[] = {many ? (void *)&pages->many : (void *)&pages->few};
+  memcpy(parameters[0], place, sizeof *place);
+  TRY(LaunchKernel, pages->cuda->kernel[job->direction][many][width], (unsigned)blocks, 1, 1, MARU_PLACE_THREADS, 1, 1, 0,
       pages->lane[slot], parameters, NULL);
   return MARU_OK;
 }
@@ -443,12 +460,22 @@ static int close_pages(struct maru_pages *pages, uint32_t slot) {
   return MARU_OK;
 }
 
+/* No more than slots - 1 copies of ours may run at any time: without a kernel between them a lane would go on. */
+static int give_way(struct maru_pages *pages, uint32_t slot) {
+  const struct maru_driver *driver = &pages->cuda->driver;
+  char *text = pages->text;
+  const size_t room = TEXT;
+  if (pages->slots > 1 && pages->submitted >= pages->slots - 1)
+    TRY(StreamWaitEvent, pages->lane[slot], pages->crossed[(pages->submitted + 1 - pages->slots) % MOST_WINDOW], 0);
+  return MARU_OK;
+}
+
 /* The slice has no more to do with host memory. */
 static int cross(struct maru_pages *pages, uint32_t slot) {
   const struct maru_driver *driver = &pages->cuda->driver;
   char *text = pages->text;
   const size_t room = TEXT;
-  TRY(EventRecord, pages->crossed[slot], pages->lane[slot]);
+  TRY(EventRecord, pages->crossed[pages->submitted % MOST_WINDOW], pages->lane[slot]);
   return MARU_OK;
 }
 
@@ -463,6 +490,7 @@ static int load_slice(struct maru_pages *pages, uint32_t slot, const struct maru
     for (const struct maru_segment *s = first; s < last; s++)
       maru_segment_bounce(&pages->geometry, s, pages->bounce + slot * pages->slot_bytes, 1);
   if (way == MARU_DIRECT) STEP(open_pages(pages, slot));
+  if (way == MARU_DIRECT) STEP(give_way(pages, slot));
   if (way != MARU_MAPPED) STEP(copy(pages, slot, first, last));
   if (way != MARU_MAPPED) STEP(cross(pages, slot));
   if (way != MARU_DIRECT) STEP(open_pages(pages, slot));
@@ -476,6 +504,7 @@ static int store_slice(struct maru_pages *pages, uint32_t slot, const struct mar
   int status;
   uint32_t way = first->way;
   STEP(open_pages(pages, slot));
+  if (way == MARU_DIRECT) STEP(give_way(pages, slot));
   if (way != MARU_DIRECT) STEP(launch(pages, slot, first, last));
   if (way != MARU_DIRECT) STEP(close_pages(pages, slot));
   if (way != MARU_MAPPED) STEP(copy(pages, slot, first, last));
@@ -484,7 +513,7 @@ static int store_slice(struct maru_pages *pages, uint32_t slot, const struct mar
 }
 
 static uint32_t slot_of(const struct maru_pages *pages, uint32_t slice) {
-  return (pages->first_turn + slice) % pages->slots;
+  return (pages->first_slot + slice) % pages->slots;
 }
 
 /* Wait until at most `left` slices of the job are under way, and bring bounced ones home. */
@@ -495,13 +524,13 @@ static int retire(struct maru_pages *pages, uint32_t left) {
   uint32_t until = pages->submitted > left ? pages->submitted - left : 0;
   /* The last of them first: the others have gone by then, and a thread that sleeps once is better than one that sleeps
    * for each. */
-  if (until > pages->retired) TRY(EventSynchronize, pages->crossed[slot_of(pages, until - 1)]);
+  if (until > pages->retired + 1) TRY(EventSynchronize, pages->crossed[(until - 1) % MOST_WINDOW]);
   while (pages->retired < until) {
-    uint32_t slot = slot_of(pages, pages->retired);
-    TRY(EventSynchronize, pages->crossed[slot]);
-    const struct maru_segment *s = &pages->job.segments[pages->first[slot]];
+    uint32_t turn = pages->retired % MOST_WINDOW, slot = slot_of(pages, pages->retired);
+    TRY(EventSynchronize, pages->crossed[turn]);
+    const struct maru_segment *s = &pages->job.segments[pages->first[turn]];
     if (pages->job.direction == MARU_STORE && s->way == MARU_BOUNCED)
-      for (; s < &pages->job.segments[pages->last[slot]]; s++)
+      for (; s < &pages->job.segments[pages->last[turn]]; s++)
         maru_segment_bounce(&pages->geometry, s, pages->bounce + slot * pages->slot_bytes, 0);
     pages->retired++;
   }
@@ -520,8 +549,10 @@ static int run(struct maru_pages *pages) {
     uint32_t end = i + 1;
     while (end < job->segment_count && job->segments[end].slice == job->segments[i].slice) end++;
     if (pages->submitted - pages->retired >= job->window) STEP(retire(pages, job->window - job->burst));
-    uint32_t slot = slot_of(pages, pages->submitted);
-    pages->first[slot] = i, pages->last[slot] = end;
+    /* The CPU itself uses the slot's bounce buffer. */
+    if (job->segments[i].way == MARU_BOUNCED) STEP(retire(pages, pages->slots - 1));
+    uint32_t slot = slot_of(pages, pages->submitted), turn = pages->submitted % MOST_WINDOW;
+    pages->first[turn] = i, pages->last[turn] = end;
     STEP(job->direction == MARU_LOAD ? load_slice(pages, slot, &job->segments[i], &job->segments[end])
                                      : store_slice(pages, slot, &job->segments[i], &job->segments[end]));
     pages->submitted++;
@@ -543,7 +574,7 @@ static uint32_t count_slices(const struct maru_job *job) {
 static int is_idle(const struct maru_pages *pages) { return !pages->failed && pages->retired == pages->submitted; }
 
 static int check(const struct maru_pages *pages, const struct maru_job *job) {
-  if (!is_idle(pages) || !job->window || job->window > pages->slots || !job->burst || job->burst > job->window)
+  if (!is_idle(pages) || !job->window || job->window > MOST_WINDOW || !job->burst || job->burst > job->window)
     return MARU_E_ARGUMENT;
   for (uint32_t i = 0; i < job->segment_count; i++) {
     uint32_t way = job->segments[i].way;
@@ -563,7 +594,7 @@ int maru_cuda_submit(struct maru_pages *pages, const struct maru_job *job) {
   }
   pages->text[0] = 0;
   pages->job = *job;
-  pages->first_turn = (pages->first_turn + pages->submitted) % pages->slots;
+  pages->first_slot = slot_of(pages, pages->submitted);
   pages->submitted = pages->retired = 0;
   pages->slices = count_slices(job);
   int pushed = enter(pages->cuda);

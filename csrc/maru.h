@@ -182,8 +182,9 @@ struct maru_job {
   uint32_t segment_count, block_count, first_place, cut_count;
   /* enum maru_direction. */
   uint32_t direction;
-  /* Slices under way at once, at most as many as there are slots: a copy of somebody else waits for so many at most.
-   * When they are, wait until `burst` of them have gone (1 to `window`): the more, the fewer times a thread wakes up. */
+  /* Slices that are submitted and have not crossed, 1 to 64. When there are so many, the thread sleeps until `burst` of
+   * them have gone (1 to `window`): the more, the fewer times it wakes up. A copy of somebody else waits for one slice
+   * per slot at most, unless the driver puts its stream and one of ours into one queue: then for the whole window. */
   uint32_t window, burst;
   /* Thread blocks per launch at most; 0: as many as the device runs at once. */
   uint32_t grid;
@@ -228,7 +229,7 @@ MARU_API int maru_cuda_query(const struct maru_cuda *cuda, struct maru_cuda_info
 MARU_API int maru_cuda_host_range(struct maru_cuda *cuda, uint64_t address, uint64_t *start, uint64_t *bytes);
 
 /* Get ready to move pages. `layer_addresses`: where each layer's first element is on the device, aligned. `staging`: device
- * memory of the caller, `slots` slots of `slot_bytes` bytes (a multiple of 16) and behind them 8 bytes per layer; it must
+ * memory of the caller, `slots` slots (1 to 16) of `slot_bytes` bytes (a multiple of 16) and behind them 8 bytes per layer; it must
  * stay until maru_cuda_unbind. `text` as in maru_cuda_open.
  * MARU_E_ARGUMENT, MARU_E_CUDA, MARU_E_MEMORY, MARU_E_NULL. */
 MARU_API int maru_cuda_bind(struct maru_cuda *cuda, const struct maru_geometry *geometry,

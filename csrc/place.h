@@ -15,14 +15,17 @@
 #define MARU_BOTH static inline
 #endif
 
-/* What one launch can take. The whole of struct maru_place must stay below 4 KiB, the limit for kernel parameters:
- * a table of blocks that travels with the launch needs no buffer that somebody could overwrite too early. */
+/* What one launch can take. Segments and the blocks that they need travel with the launch: no table on the device that
+ * somebody could overwrite too early. Parameters end at 4 KiB, and the fewer there are the faster a launch is: hence two
+ * sizes. */
 #define MARU_PLACE_SEGMENTS 24
 #define MARU_PLACE_BLOCKS 640
+#define MARU_PLACE_FEW_SEGMENTS 2
+#define MARU_PLACE_FEW_BLOCKS 96
 /* Threads of a block, and vectors that each of them has in flight. */
 #define MARU_PLACE_THREADS 256
 #ifndef MARU_PLACE_UNROLL
-#define MARU_PLACE_UNROLL 4
+#define MARU_PLACE_UNROLL 8
 #endif
 
 /* Division by a number that is known before the launch, for numerators below 2^31: two instructions instead of thirty. */
@@ -47,6 +50,7 @@ struct maru_place_segment {
   uint32_t reserved;
 };
 
+/* What all segments of a launch have in common. */
 struct maru_place {
   /* Address of an array on the device: for each layer the address of its first element. */
   uint64_t layer_addresses;
@@ -54,6 +58,16 @@ struct maru_place {
   struct maru_divisor token_vectors, head_vectors, block_size, layers;
   uint32_t token_bytes, vector_bytes;
   uint32_t segments, blocks;
+};
+
+/* Parameters of a launch. */
+struct maru_place_few {
+  struct maru_place place;
+  struct maru_place_segment segment[MARU_PLACE_FEW_SEGMENTS];
+  int32_t block[MARU_PLACE_FEW_BLOCKS];
+};
+struct maru_place_many {
+  struct maru_place place;
   struct maru_place_segment segment[MARU_PLACE_SEGMENTS];
   int32_t block[MARU_PLACE_BLOCKS];
 };
@@ -77,7 +91,7 @@ static inline struct maru_divisor maru_divisor_of(uint32_t d) {
   return made;
 }
 
-/* Where vector `i` of a segment lies on both sides. `blocks` is `p->block`, or a copy of it in faster memory. */
+/* Where vector `i` of a segment lies on both sides. `blocks`: those of the launch. */
 MARU_BOTH void maru_place_at(const struct maru_place *p, const struct maru_place_segment *s, const int32_t *blocks,
                              const uint64_t *layer_addresses, uint32_t i, uint64_t *page, uint64_t *packed) {
   uint32_t line = maru_divide(i, p->token_vectors), x = i - line * p->token_vectors.divisor;
