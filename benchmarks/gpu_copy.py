@@ -187,7 +187,10 @@ def placement(bench: Bench, layout: str, tuning: Tuning, repeats: int) -> dict[s
 
 def delays(bench: Bench, tuning: Tuning, direction: int, table: str, seconds: float) -> dict[str, float]:
     """Milliseconds that a copy of 16 KiB to the device takes on a stream of its own, beside endless bulk moves."""
-    small, target = torch.ones(16 << 10, dtype=torch.uint8, pin_memory=True), torch.empty(16 << 10, device="cuda", dtype=torch.uint8)
+    small, target = (
+        torch.ones(16 << 10, dtype=torch.uint8, pin_memory=True),
+        torch.empty(16 << 10, device="cuda", dtype=torch.uint8),
+    )
     stream = torch.cuda.Stream()
     stop = threading.Event()
 

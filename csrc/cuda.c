@@ -15,7 +15,7 @@
 #include "cuda_driver.h"
 #include "place.h"
 
-#define BLOCKS_PER_MULTIPROCESSOR 6
+#define BLOCKS_PER_MULTIPROCESSOR 4
 #define VECTORS_PER_BLOCK (MARU_PLACE_THREADS * MARU_PLACE_UNROLL)
 #define MOST_SLOTS 16
 #define MOST_WINDOW 64

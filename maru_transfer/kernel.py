@@ -22,8 +22,8 @@ from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
 from maru_transfer.plan import mismatch, plan_pieces
 
 if TYPE_CHECKING:
-    from maru_transfer.cuda_library import CudaDevice, CudaLibrary, Job, Submission
-    from maru_transfer.slices import Limits, Spans
+    from maru_transfer.cuda_library import CudaDevice, CudaLibrary, Job
+    from maru_transfer.slices import Spans
 
 #: Planes, elements of a byte or a few: what the kernels know.
 _ELEMENT_SIZES = (1, 2, 4, 8)

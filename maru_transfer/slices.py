@@ -7,6 +7,7 @@ here and told by :func:`maru_transfer.plan.plan_pieces`, in the same words for e
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -76,33 +77,40 @@ class Slicer:
 
         Raises TransferError as plan_pieces does.
         """
-        table = _table(block_ids)
-        if table is None or not self._is_sound(table, copies):
+        try:
+            table = np.array(block_ids, np.int64).reshape(-1)
+            ranges = np.array([(copy.chunk, copy.first, copy.last) for copy in copies], np.int64).reshape(-1, 3)
+            places = self._places(ranges)
+            sound = self._is_sound(table, copies, ranges, places)
+        except (OverflowError, TypeError, ValueError):  # no numbers, or such as nobody can mean
+            sound = False
+        if not sound:
             plan_pieces(self.paged, self.stored, block_ids, copies)
             raise TransferError("this request is refused, though no reason was found; please report it")
-        wanted = [number for number, copy in enumerate(copies) if copy.first < copy.last]
-        size = self.paged.block_size
-        low = min((copies[number].first // size for number in wanted), default=0)
-        high = max(((copies[number].last - 1) // size + 1 for number in wanted), default=0)
-        ways, cuts = self._ways(table, [copies[number] for number in wanted], [addresses[n] for n in wanted], spans)
-        groups: list[tuple[_Pattern, int, list[int]]] = []
-        for number, way in zip(wanted, ways, strict=True):
-            pattern = self._pattern(copies[number])
-            if not groups or groups[-1][0] is not pattern or groups[-1][1] != way:
-                groups.append((pattern, way, []))
-            groups[-1][2].append(number)
+        wanted = ranges[:, 1] < ranges[:, 2]
+        ranges, places = ranges[wanted], places[wanted]
+        where = np.array(addresses, np.uint64)[wanted]
+        if not len(ranges):
+            return Job(direction, np.empty(0, SEGMENT), np.empty(0, np.int32), 0, np.empty(0, np.uint64))
+        ways, cuts = self._ways(table, ranges, places, where, spans)
+        low, high = int(places[:, 0].min()), int(places[:, 1].max())
+        starts = ranges[:, 0] * self.stored.chunk_tokens
+        # How a copy is cut depends on this only, and copies of a kind mostly follow each other.
+        kinds = np.stack([ranges[:, 1] - starts, ranges[:, 2] - starts, ranges[:, 1] % self.paged.block_size, ways], 1)
+        edges = [0, *(np.flatnonzero((kinds[1:] != kinds[:-1]).any(1)) + 1).tolist(), len(kinds)]
         parts = []
         slices = 0
-        for pattern, way, numbers in groups:
-            starts = np.array([copies[number].chunk * self.stored.chunk_tokens for number in numbers], np.uint64)
-            part = pattern.repeat(np.array([addresses[number] for number in numbers], np.uint64), starts, way)
+        for first, last in itertools.pairwise(edges):
+            skipped, end, slot, way = kinds[first].tolist()
+            pattern = self._pattern(skipped, end - skipped, slot)
+            part = pattern.repeat(where[first:last], starts[first:last], way)
             part["slice"] += slices
             slices = int(part["slice"][-1]) + 1
             parts.append(part)
         return Job(
             direction,
-            np.concatenate(parts) if parts else np.empty(0, SEGMENT),
-            np.ascontiguousarray(table[low:high], np.int32),
+            np.concatenate(parts) if len(parts) > 1 else parts[0],
+            table[low:high].astype(np.int32),
             low,
             np.array(sorted(cuts), np.uint64),
         )
@@ -111,53 +119,57 @@ class Slicer:
     def _token_bytes(self) -> int:
         return self.stored.hidden * self.stored.element_size
 
-    def _is_sound(self, table: Array, copies: Sequence[ChunkCopy]) -> bool:
+    def _places(self, ranges: Array) -> Array:
+        """The places of the block table that each copy needs: the first, and the one behind the last."""
+        size = self.paged.block_size
+        return np.stack([ranges[:, 1] // size, -(-ranges[:, 2] // size)], 1)
+
+    def _is_sound(self, table: Array, copies: Sequence[ChunkCopy], ranges: Array, places: Array) -> bool:
         """What plan_pieces checks, for all blocks at once; layouts were compared when the transfer was opened."""
-        size, chunk_tokens, nbytes = self.paged.block_size, self.stored.chunk_tokens, self.stored.nbytes
-        used = np.zeros(len(table), bool)
-        for copy in copies:
-            low = copy.chunk * chunk_tokens
-            if not 0 <= low <= copy.first <= copy.last <= low + chunk_tokens:
-                return False
-            try:
-                if copy.buffer.nbytes != nbytes or not copy.buffer.c_contiguous:
-                    return False
-            except ValueError:  # it was released
-                return False
-            if copy.first < copy.last:
-                end = (copy.last - 1) // size + 1
-                if end > len(table):
-                    return False
-                used[copy.first // size : end] = True
-        ids = table[used]
-        if not len(ids):
+        nbytes = self.stored.nbytes
+        if not all(copy.buffer.nbytes == nbytes and copy.buffer.c_contiguous for copy in copies):
+            return False
+        chunks, firsts, lasts = ranges.T
+        low = chunks * self.stored.chunk_tokens
+        if ((chunks < 0) | (firsts < low) | (lasts < firsts) | (lasts > low + self.stored.chunk_tokens)).any():
+            return False
+        places = places[firsts < lasts]
+        if not len(places):
             return True
-        return bool(ids.min() >= 0 and ids.max() < self.paged.num_blocks and len(np.unique(ids)) == len(ids))
+        if places[:, 1].max() > len(table):
+            return False
+        # Up at the first place of a copy, down behind its last: above zero is used.
+        steps = np.zeros(len(table) + 1, np.int64)
+        np.add.at(steps, places[:, 0], 1)
+        np.add.at(steps, places[:, 1], -1)
+        ids = table[np.cumsum(steps[:-1]) > 0]
+        if ids.min() < 0 or ids.max() >= self.paged.num_blocks:
+            return False
+        seen = np.zeros(self.paged.num_blocks, bool)
+        seen[ids] = True
+        return int(np.count_nonzero(seen)) == len(ids)
 
     def _ways(
-        self, table: Array, copies: Sequence[ChunkCopy], addresses: Sequence[int], spans: Callable[[int, int], Spans]
-    ) -> tuple[list[int], set[int]]:
+        self, table: Array, ranges: Array, places: Array, addresses: Array, spans: Callable[[int, int], Spans]
+    ) -> tuple[Array, set[int]]:
         """How each copy travels, and where registrations meet within one."""
-        ways: list[int] = []
         cuts: set[int] = set()
-        tokens = sum(copy.last - copy.first for copy in copies)
+        tokens = ranges[:, 2] - ranges[:, 1]
         rows = self.stored.num_planes * self.stored.num_layers
-        small = tokens * self._token_bytes * rows <= self.limits.mapped
+        ways = np.full(len(ranges), STAGED, np.int64)
         runs = self._runs(table)
-        for copy, address in zip(copies, addresses, strict=True):
+        if runs is not None:
+            counts = runs[places[:, 1] - 1] - runs[places[:, 0]] + 1
+            ways[tokens * self._token_bytes >= self.limits.direct * counts] = DIRECT
+        if int(tokens.sum()) * self._token_bytes * rows <= self.limits.mapped:
+            ways[addresses % ALIGNMENT == 0] = MAPPED
+        for number, address in enumerate(addresses.tolist()):
             found = spans(address, self.stored.nbytes)
-            if not all(locked for _, _, locked in found):
-                ways.append(BOUNCED)
-                continue
-            if small and address % ALIGNMENT == 0:
-                ways.append(MAPPED)
-                continue
             if len(found) > 1:
                 cuts.update(first for first, _, _ in found[1:])
-            direct = runs is not None and (
-                (copy.last - copy.first) * self._token_bytes >= self.limits.direct * self._count(runs, copy)
-            )
-            ways.append(DIRECT if direct else STAGED)
+            for _, _, locked in found:
+                if not locked:
+                    ways[number] = BOUNCED
         return ways, cuts
 
     def _runs(self, table: Array) -> Array | None:
@@ -168,17 +180,11 @@ class Slicer:
         begins = np.ones(len(table), np.int64)
         if all(plane.block == paged.block_size * paged.hidden for plane in paged.planes):
             begins[1:] = np.diff(table) != 1
-        counts: Array = np.cumsum(begins)
-        return counts
+        return np.cumsum(begins)
 
-    def _count(self, runs: Array, copy: ChunkCopy) -> int:
-        first, last = copy.first // self.paged.block_size, (copy.last - 1) // self.paged.block_size
-        return int(runs[last] - runs[first]) + 1
-
-    def _pattern(self, copy: ChunkCopy) -> _Pattern:
+    def _pattern(self, skipped: int, tokens: int, slot: int) -> _Pattern:
         """How a copy is cut; the same for all that begin alike, so there are few of them."""
-        start = copy.chunk * self.stored.chunk_tokens
-        key = copy.first - start, copy.last - copy.first, copy.first % self.paged.block_size
+        key = skipped, tokens, slot
         found = self._patterns.get(key)
         if found is None:
             if len(self._patterns) >= _MOST_PATTERNS:
@@ -252,11 +258,3 @@ def writable(direction: int, copies: Sequence[ChunkCopy]) -> None:
     for number, copy in enumerate(copies):
         if copy.buffer.readonly:
             raise TransferError(f"copy {number} (chunk {copy.chunk}) stores into a read-only buffer")
-
-
-def _table(block_ids: Sequence[int]) -> Array | None:
-    try:
-        table = np.asarray(block_ids, np.int64)
-    except (OverflowError, ValueError, TypeError):
-        return None
-    return table if table.ndim == 1 else None

@@ -57,9 +57,7 @@ class FakeDriver:
 
     @classmethod
     def build(cls, folder: Path, *, batch: int = 13, native: Path | None = None) -> FakeDriver:
-        path = compile_library(
-            folder / f"libfake_{batch}.so", f"-DBATCH={batch}", sources=[HERE / "fake_cuda.c"]
-        )
+        path = compile_library(folder / f"libfake_{batch}.so", f"-DBATCH={batch}", sources=[HERE / "fake_cuda.c"])
         hooks = ctypes.CDLL(str(path))
         word = ctypes.c_uint64
         hooks.fake_reset.argtypes = (word,)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
 from typing import Any
 
-import numpy as np
 import pytest
 from attrs import evolve, frozen
 from cases import Case, cases
-from fake_device import FakeDriver, aligned, compiler, registered
+from fake_device import FakeDriver, compiler, registered
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paged_forms import FORMS, Engine, Size
-from test_torch_copy import check_load, check_store, layers_of
+from paged_forms import FORMS, Size
+from test_torch_copy import check_load, check_store
 
-from maru_core.errors import TransferError
-from maru_core.geometry import ChunkCopy
 from maru_transfer.kernel import KernelTransfer, Tuning
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
