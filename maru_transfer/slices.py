@@ -160,7 +160,8 @@ class Slicer:
         runs = self._runs(table)
         if runs is not None:
             counts = runs[places[:, 1] - 1] - runs[places[:, 0]] + 1
-            ways[tokens * self._token_bytes >= self.limits.direct * counts] = DIRECT
+            # A quotient, not a product, which a limit without end would overflow.
+            ways[tokens * self._token_bytes // counts >= self.limits.direct] = DIRECT
         if int(tokens.sum()) * self._token_bytes * rows <= self.limits.mapped:
             ways[addresses % ALIGNMENT == 0] = MAPPED
         for number, address in enumerate(addresses.tolist()):
