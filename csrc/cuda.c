@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "cuda_copies.h"
 #include "cuda_driver.h"
@@ -28,7 +29,7 @@ struct maru_cuda {
   struct maru_cuda_info info;
   int device;
   CUhandle_ context, module;
-  CUhandle_ kernel[2][2][WIDTHS]; /* by direction; few or many segments */
+  CUhandle_ kernel[2][WIDTHS]; /* by direction */
 };
 
 struct maru_pages {
@@ -45,12 +46,11 @@ struct maru_pages {
   uint64_t aligned;
   uint32_t head_bytes;
   struct maru_place place;
-  struct maru_place_few few;
-  struct maru_place_many many;
   /* The job that was submitted last; slices are counted from its first. */
   struct maru_job job;
   uint32_t first[MOST_WINDOW], last[MOST_WINDOW]; /* segments of the slices under way */
   uint32_t first_slot, submitted, retired, slices;
+  double issued, waited; /* seconds of the last job */
   int failed;
   char text[TEXT];
 };
@@ -150,13 +150,11 @@ static int load_kernels(struct maru_cuda *cuda, char *text, size_t room) {
     return status;
   }
   for (int direction = 0; direction < 2; direction++)
-    for (int many = 0; many < 2; many++)
-      for (int width = 0; width < WIDTHS; width++) {
-        char name[32];
-        snprintf(name, sizeof name, "maru_%s_%s_%d", direction == MARU_LOAD ? "load" : "store", many ? "many" : "few",
-                 1 << width);
-        TRY(ModuleGetFunction, &cuda->kernel[direction][many][width], cuda->module, name);
-      }
+    for (int width = 0; width < WIDTHS; width++) {
+      char name[32];
+      snprintf(name, sizeof name, "maru_%s_%d", direction == MARU_LOAD ? "load" : "store", 1 << width);
+      TRY(ModuleGetFunction, &cuda->kernel[direction][width], cuda->module, name);
+    }
   return MARU_OK;
 }
 
@@ -382,13 +380,6 @@ static int copy(struct maru_pages *pages, uint32_t slot, const struct maru_segme
 
 /* ---- Launches --------------------------------------------------------------------------------------------------- */
 
-/* Whether a slice's segments need the launch for many. */
-static int is_many(const struct maru_geometry *g, const struct maru_segment *first, const struct maru_segment *last) {
-  uint64_t places = 0;
-  for (const struct maru_segment *s = first; s < last; s++) places += s->tokens / g->block_size + 2;
-  return last - first > MARU_PLACE_FEW_SEGMENTS || places > MARU_PLACE_FEW_BLOCKS;
-}
-
 static int launch(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,
                   const struct maru_segment *last) {
   const struct maru_driver *driver = &pages->cuda->driver;
@@ -397,9 +388,7 @@ static int launch(struct maru_pages *pages, uint32_t slot, const struct maru_seg
   struct maru_place *place = &pages->place;
   char *text = pages->text;
   const size_t room = TEXT;
-  const int many = is_many(g, first, last);
-  struct maru_place_segment *here = many ? pages->many.segment : pages->few.segment;
-  int32_t *table = many ? pages->many.block : pages->few.block;
+  struct maru_place_segment *here = place->segment;
   uint64_t all = pages->aligned, token = place->token_bytes, most = 0;
   place->segments = (uint32_t)(last - first), place->blocks = 0;
   for (const struct maru_segment *s = first; s < last; s++, here++) {
@@ -416,7 +405,7 @@ static int launch(struct maru_pages *pages, uint32_t slot, const struct maru_seg
       here->block = here[-1].block;
     } else {
       here->block = place->blocks;
-      memcpy(&table[place->blocks], &job->blocks[begin - job->first_place], (end - begin) * sizeof(int32_t));
+      memcpy(&place->block[place->blocks], &job->blocks[begin - job->first_place], (end - begin) * sizeof(int32_t));
       place->blocks += end - begin;
     }
     here->vectors = (uint32_t)((uint64_t)s->rows * s->tokens * token); /* bytes, for now */
@@ -424,7 +413,7 @@ static int launch(struct maru_pages *pages, uint32_t slot, const struct maru_seg
   }
   uint32_t width = 0;
   while (width < WIDTHS - 1 && !(all & (1u << width))) width++;
-  while (here-- > (many ? pages->many.segment : pages->few.segment)) here->vectors >>= width;
+  while (here-- > place->segment) here->vectors >>= width;
   place->vector_bytes = 1u << width;
   place->token_vectors = maru_divisor_of((uint32_t)(token >> width));
   place->head_vectors = maru_divisor_of((uint32_t)((uint64_t)g->head_size * g->element_size >> width));
@@ -433,9 +422,8 @@ static int launch(struct maru_pages *pages, uint32_t slot, const struct maru_seg
   uint64_t blocks = ((most >> width) + VECTORS_PER_BLOCK - 1) / VECTORS_PER_BLOCK;
   uint64_t limit = job->grid ? job->grid : (uint64_t)pages->cuda->info.multiprocessors * BLOCKS_PER_MULTIPROCESSOR;
   if (blocks > limit) blocks = limit;
-  void *parameters[] = {many ? (void *)&pages->many : (void *)&pages->few};
-  memcpy(parameters[0], place, sizeof *place);
-  TRY(LaunchKernel, pages->cuda->kernel[job->direction][many][width], (unsigned)blocks, 1, 1, MARU_PLACE_THREADS, 1, 1, 0,
+  void *parameters[] = {place};
+  TRY(LaunchKernel, pages->cuda->kernel[job->direction][width], (unsigned)blocks, 1, 1, MARU_PLACE_THREADS, 1, 1, 0,
       pages->lane[slot], parameters, NULL);
   return MARU_OK;
 }
@@ -516,23 +504,36 @@ static uint32_t slot_of(const struct maru_pages *pages, uint32_t slice) {
   return (pages->first_slot + slice) % pages->slots;
 }
 
-/* Wait until at most `left` slices of the job are under way, and bring bounced ones home. */
-static int retire(struct maru_pages *pages, uint32_t left) {
+static double now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec + t.tv_nsec * 1e-9;
+}
+
+/* Sleep until a slice has crossed. */
+static int await(struct maru_pages *pages, uint32_t slice) {
   const struct maru_driver *driver = &pages->cuda->driver;
   char *text = pages->text;
   const size_t room = TEXT;
+  double began = now();
+  TRY(EventSynchronize, pages->crossed[slice % MOST_WINDOW]);
+  pages->waited += now() - began;
+  return MARU_OK;
+}
+
+/* Wait until at most `left` slices of the job are under way, and bring bounced ones home. */
+static int retire(struct maru_pages *pages, uint32_t left) {
   uint32_t until = pages->submitted > left ? pages->submitted - left : 0;
-  /* The last of them first: the others have gone by then, and a thread that sleeps once is better than one that sleeps
-   * for each. */
-  if (until > pages->retired + 1) TRY(EventSynchronize, pages->crossed[(until - 1) % MOST_WINDOW]);
-  while (pages->retired < until) {
+  int status;
+  /* The last first: the others have mostly gone by then, and a thread that sleeps once is better than one that sleeps for
+   * each. Of a lane only the last slice needs to be looked at. */
+  for (uint32_t n = 0; n < pages->slots && until > pages->retired + n; n++) STEP(await(pages, until - 1 - n));
+  for (; pages->retired < until; pages->retired++) {
     uint32_t turn = pages->retired % MOST_WINDOW, slot = slot_of(pages, pages->retired);
-    TRY(EventSynchronize, pages->crossed[turn]);
     const struct maru_segment *s = &pages->job.segments[pages->first[turn]];
     if (pages->job.direction == MARU_STORE && s->way == MARU_BOUNCED)
       for (; s < &pages->job.segments[pages->last[turn]]; s++)
         maru_segment_bounce(&pages->geometry, s, pages->bounce + slot * pages->slot_bytes, 0);
-    pages->retired++;
   }
   return MARU_OK;
 }
@@ -597,11 +598,20 @@ int maru_cuda_submit(struct maru_pages *pages, const struct maru_job *job) {
   pages->first_slot = slot_of(pages, pages->submitted);
   pages->submitted = pages->retired = 0;
   pages->slices = count_slices(job);
+  pages->waited = 0;
+  double began = now();
   int pushed = enter(pages->cuda);
   status = run(pages);
   leave(pages->cuda, pushed);
+  pages->issued = now() - began - pages->waited;
   pages->failed = status != MARU_OK;
   return status;
+}
+
+int maru_cuda_times(const struct maru_pages *pages, double *issued, double *waited) {
+  if (!pages || !issued || !waited) return MARU_E_NULL;
+  *issued = pages->issued, *waited = pages->waited;
+  return MARU_OK;
 }
 
 int maru_cuda_wait(struct maru_pages *pages) {

@@ -252,6 +252,9 @@ MARU_API int maru_cuda_submit(struct maru_pages *pages, const struct maru_job *j
  * nothing is under way any more when this returns; what was moved is undefined. MARU_E_CUDA, MARU_E_NULL. */
 MARU_API int maru_cuda_wait(struct maru_pages *pages);
 
+/* Seconds that the last job took the calling thread: to issue it, and asleep until there was room or all had gone. */
+MARU_API int maru_cuda_times(const struct maru_pages *pages, double *issued, double *waited);
+
 /* What went wrong in the last failed call on `pages`; valid until the next call on it. Never NULL. */
 MARU_API const char *maru_cuda_error(const struct maru_pages *pages);
 

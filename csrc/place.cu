@@ -2,22 +2,22 @@
 //
 //   nvcc -fatbin -arch=sm_90 -o build/place.fatbin csrc/place.cu
 //
-// One kernel per direction, width of access and size of its parameters. What lies where is place.h's business; a kernel
+// One kernel per direction and width of access. What lies where is place.h's business; a kernel
 // only walks over vectors in packed order, so that the packed side is read or written without a gap, and keeps several in
 // flight per thread.
 #include "place.h"
 
 namespace {
 
-template <typename Vector, bool LOAD, typename Parameters>
-__device__ __forceinline__ void place(const Parameters &p) {
+template <typename Vector, bool LOAD>
+__device__ __forceinline__ void place(const maru_place &p) {
   // Threads of a warp may need different blocks, for which the parameters' own memory is slow.
-  __shared__ int32_t blocks[sizeof(p.block) / sizeof(int32_t)];
-  for (uint32_t i = threadIdx.x; i < p.place.blocks; i += blockDim.x) blocks[i] = p.block[i];
+  __shared__ int32_t blocks[MARU_PLACE_BLOCKS];
+  for (uint32_t i = threadIdx.x; i < p.blocks; i += blockDim.x) blocks[i] = p.block[i];
   __syncthreads();
-  const uint64_t *layers = reinterpret_cast<const uint64_t *>(p.place.layer_addresses);
+  const uint64_t *layers = reinterpret_cast<const uint64_t *>(p.layer_addresses);
   const uint32_t step = gridDim.x * blockDim.x * MARU_PLACE_UNROLL;
-  for (uint32_t n = 0; n < p.place.segments; n++) {
+  for (uint32_t n = 0; n < p.segments; n++) {
     const maru_place_segment &s = p.segment[n];
     for (uint32_t first = blockIdx.x * blockDim.x * MARU_PLACE_UNROLL + threadIdx.x; first < s.vectors; first += step) {
       Vector value[MARU_PLACE_UNROLL];
@@ -27,7 +27,7 @@ __device__ __forceinline__ void place(const Parameters &p) {
         uint32_t i = first + u * blockDim.x;
         if (i < s.vectors) {
           uint64_t page, packed;
-          maru_place_at(&p.place, &s, blocks, layers, i, &page, &packed);
+          maru_place_at(&p, &s, blocks, layers, i, &page, &packed);
           target[u] = LOAD ? page : packed;
           value[u] = *reinterpret_cast<const Vector *>(LOAD ? packed : page);
         }
@@ -41,15 +41,13 @@ __device__ __forceinline__ void place(const Parameters &p) {
 
 }  // namespace
 
-#define MARU_KERNEL(name, type, load, parameters)                                                             \
-  extern "C" __global__ void __launch_bounds__(MARU_PLACE_THREADS) name(const __grid_constant__ parameters p) { \
-    place<type, load>(p);                                                                                     \
+#define MARU_KERNEL(name, type, load)                                                                          \
+  extern "C" __global__ void __launch_bounds__(MARU_PLACE_THREADS) name(const __grid_constant__ maru_place p) { \
+    place<type, load>(p);                                                                                      \
   }
-#define MARU_KERNELS(bytes, type)                                        \
-  MARU_KERNEL(maru_load_few_##bytes, type, true, maru_place_few)         \
-  MARU_KERNEL(maru_load_many_##bytes, type, true, maru_place_many)       \
-  MARU_KERNEL(maru_store_few_##bytes, type, false, maru_place_few)       \
-  MARU_KERNEL(maru_store_many_##bytes, type, false, maru_place_many)
+#define MARU_KERNELS(bytes, type)             \
+  MARU_KERNEL(maru_load_##bytes, type, true)  \
+  MARU_KERNEL(maru_store_##bytes, type, false)
 
 MARU_KERNELS(16, uint4)
 MARU_KERNELS(8, uint2)

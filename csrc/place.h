@@ -15,13 +15,10 @@
 #define MARU_BOTH static inline
 #endif
 
-/* What one launch can take. Segments and the blocks that they need travel with the launch: no table on the device that
- * somebody could overwrite too early. Parameters end at 4 KiB, and the fewer there are the faster a launch is: hence two
- * sizes. */
+/* What one launch can take. Segments and the blocks that they need travel with the launch, as parameters, which end at
+ * 4 KiB: there is no table on the device that somebody could overwrite too early. */
 #define MARU_PLACE_SEGMENTS 24
 #define MARU_PLACE_BLOCKS 640
-#define MARU_PLACE_FEW_SEGMENTS 2
-#define MARU_PLACE_FEW_BLOCKS 96
 /* Threads of a block, and vectors that each of them has in flight. */
 #define MARU_PLACE_THREADS 256
 #ifndef MARU_PLACE_UNROLL
@@ -50,7 +47,7 @@ struct maru_place_segment {
   uint32_t reserved;
 };
 
-/* What all segments of a launch have in common. */
+/* Parameters of a launch. */
 struct maru_place {
   /* Address of an array on the device: for each layer the address of its first element. */
   uint64_t layer_addresses;
@@ -58,16 +55,6 @@ struct maru_place {
   struct maru_divisor token_vectors, head_vectors, block_size, layers;
   uint32_t token_bytes, vector_bytes;
   uint32_t segments, blocks;
-};
-
-/* Parameters of a launch. */
-struct maru_place_few {
-  struct maru_place place;
-  struct maru_place_segment segment[MARU_PLACE_FEW_SEGMENTS];
-  int32_t block[MARU_PLACE_FEW_BLOCKS];
-};
-struct maru_place_many {
-  struct maru_place place;
   struct maru_place_segment segment[MARU_PLACE_SEGMENTS];
   int32_t block[MARU_PLACE_BLOCKS];
 };

@@ -169,6 +169,7 @@ class CudaLibrary:
         self.set_bounce = function("maru_cuda_set_bounce", status, pointer, number)
         self.submit = function("maru_cuda_submit", status, pointer, pointer)
         self.wait = function("maru_cuda_wait", status, pointer)
+        self.times = function("maru_cuda_times", status, pointer, pointer, pointer)
         self.error = function("maru_cuda_error", text, pointer)
 
 
@@ -287,6 +288,12 @@ class CudaPages:
             self._check(self._library.wait(self._handle))
         finally:
             self._job = None
+
+    def times(self) -> tuple[float, float]:
+        """Seconds that the last job took this thread: to issue, and asleep."""
+        issued, waited = ctypes.c_double(), ctypes.c_double()
+        self._library.times(self._handle, ctypes.byref(issued), ctypes.byref(waited))
+        return issued.value, waited.value
 
     def close(self) -> None:
         """Wait for what is under way, then let go. Idempotent."""

@@ -28,24 +28,27 @@ if TYPE_CHECKING:
 #: Planes, elements of a byte or a few: what the kernels know.
 _ELEMENT_SIZES = (1, 2, 4, 8)
 _MOST_PLANES = 2
+#: Objects that are smaller share a slice, so that it is worth a launch.
+_LEAST_SLOT = 8 << 20
 
 
 @frozen
 class Tuning:
     """How much is under way at once, and when which way is taken; see docs/performance.md for the figures behind it.
 
-    ``slots`` of ``slot_bytes`` make the staging memory. At most ``window`` slices are under way: together with the
-    bytes of a slice that is how long somebody else's copy waits. ``burst`` of them are waited for at once. ``grid``:
-    thread blocks of one launch. ``direct_bytes`` and ``mapped_bytes``: see :class:`maru_transfer.slices.Limits`.
+    ``slots`` of at most ``slot_bytes`` make the staging memory (less for small objects). At most ``window`` slices are
+    under way: as long as so many bytes need somebody else's copy may wait. ``burst`` of them are waited for at once.
+    ``grid``: thread blocks of one launch. ``direct_bytes`` and ``mapped_bytes``: see maru_transfer.slices.Limits.
+    ``one_by_one``: no batches of copies.
     """
 
-    slot_bytes: int = 8 << 20
-    slots: int = 6
-    window: int = 4
-    burst: int = 2
-    grid: int = 32
-    direct_bytes: int = 512 << 10
-    mapped_bytes: int = 256 << 10
+    slot_bytes: int = 32 << 20
+    slots: int = 2
+    window: int = 2
+    burst: int = 1
+    grid: int = 16
+    direct_bytes: int = 2 << 20
+    mapped_bytes: int = 4 << 20
     one_by_one: bool = False
 
 
@@ -83,7 +86,9 @@ class KernelTransfer:
         self._device = device
         self._memory = memory
         self._layers: Sequence[Any] = layers
-        self._slot_bytes = max(tuning.slot_bytes, -(-stored.hidden * stored.element_size // 256) * 256)
+        token = stored.hidden * stored.element_size
+        wanted = min(tuning.slot_bytes, max(stored.nbytes, _LEAST_SLOT))
+        self._slot_bytes = -(-max(wanted, token) // 256) * 256
         self._slots = tuning.slots
         self._how = Submission(tuning.window, tuning.burst, tuning.grid, tuning.one_by_one)
         mapped = tuning.mapped_bytes if device.info.maps_host else -1

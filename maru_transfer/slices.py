@@ -203,7 +203,8 @@ class Slicer:
         cut = []
         for first in range(0, tokens, most):
             count = min(most, tokens - first)
-            height = min(rows, self.limits.slot // (count * token))
+            height = -(-rows // -(-rows * count * token // self.limits.slot))
+            height = min(height, self.limits.slot // (count * token))
             for row in range(0, rows, height):
                 at = row * pitch + (skipped + first) * token
                 cut.append((at, 0, row, min(height, rows - row), skipped + first, count, 0, 0))

@@ -27,7 +27,7 @@ struct op {
   enum op_kind kind;
   uint64_t target, source, bytes, ticket;
   struct event *event;
-  struct maru_place_many *place;
+  struct maru_place *place;
   int store;
   struct op *next;
 };
@@ -47,7 +47,7 @@ static uint64_t counts[8]; /* copies, launches, batches, waits of the CPU, bytes
 static uint64_t under_way;
 static char fail_name[64];
 static int fail_after = -1;
-static int kernels[2][2][5]; /* store, many, width */
+static int kernels[2][5]; /* store, width */
 
 static uint32_t dice(uint32_t sides) {
   state = state * 6364136223846793005u + 1442695040888963407u;
@@ -61,28 +61,15 @@ static int fails(const char *name) {
 
 static void *address(uint64_t value) { return (void *)(uintptr_t)value; }
 
-static void place(const struct maru_place_many *many, int store) {
-  const struct maru_place *p = &many->place;
+static void place(const struct maru_place *p, int store) {
   const uint64_t *layers = address(p->layer_addresses);
   for (uint32_t n = 0; n < p->segments; n++)
-    for (uint32_t i = 0; i < many->segment[n].vectors; i++) {
+    for (uint32_t i = 0; i < p->segment[n].vectors; i++) {
       uint64_t page, packed;
-      maru_place_at(p, &many->segment[n], many->block, layers, i, &page, &packed);
+      maru_place_at(p, &p->segment[n], p->block, layers, i, &page, &packed);
       if ((page | packed) % p->vector_bytes) counts[6]++;
       memcpy(address(store ? packed : page), address(store ? page : packed), p->vector_bytes);
     }
-}
-
-/* Parameters of either size, as those for many. */
-static struct maru_place_many *widened(const void *parameters, int many) {
-  struct maru_place_many *made = calloc(1, sizeof *made);
-  if (many) return memcpy(made, parameters, sizeof *made);
-  const struct maru_place_few *few = parameters;
-  made->place = few->place;
-  memcpy(made->segment, few->segment, sizeof few->segment);
-  memcpy(made->block, few->block, sizeof few->block);
-  if (few->place.segments > MARU_PLACE_FEW_SEGMENTS || few->place.blocks > MARU_PLACE_FEW_BLOCKS) abort();
-  return made;
 }
 
 /* Run the first operation of a stream, if it may run. */
@@ -177,10 +164,10 @@ API int cuModuleLoadData(CUhandle_ *module, const void *image) {
 }
 API int cuModuleUnload(CUhandle_ module) { return module != kernels; }
 API int cuModuleGetFunction(CUhandle_ *function, CUhandle_ module, const char *name) {
-  for (int i = 0; i < 20; i++) {
+  for (int i = 0; i < 10; i++) {
     char known[32];
-    snprintf(known, sizeof known, "maru_%s_%s_%d", i / 10 ? "store" : "load", i / 5 % 2 ? "many" : "few", 1 << i % 5);
-    if (module == kernels && !strcmp(name, known)) return *function = &kernels[0][0][0] + i, 0;
+    snprintf(known, sizeof known, "maru_%s_%d", i / 5 ? "store" : "load", 1 << i % 5);
+    if (module == kernels && !strcmp(name, known)) return *function = &kernels[0][0] + i, 0;
   }
   return UNKNOWN_FUNCTION;
 }
@@ -272,12 +259,12 @@ API int cuMemcpyHtoD_v2(CUdeviceptr_ target, const void *source, size_t bytes) {
 }
 API int cuLaunchKernel(CUhandle_ function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                        unsigned shared_bytes, CUhandle_ stream, void **parameters, void **extra) {
-  int index = (int)((int *)function - &kernels[0][0][0]);
+  int index = (int)((int *)function - &kernels[0][0]);
   if (fails("cuLaunchKernel") || !gx || gy != 1 || gz != 1 || bx != MARU_PLACE_THREADS || by != 1 || bz != 1 ||
       shared_bytes || extra || ((struct maru_place *)parameters[0])->vector_bytes != 1u << index % 5)
     return INVALID;
   struct op *op = push(stream, PLACE);
-  op->place = widened(parameters[0], index / 5 % 2), op->store = index / 10;
+  op->place = memcpy(malloc(sizeof *op->place), parameters[0], sizeof *op->place), op->store = index / 5;
   counts[1]++;
   idle();
   return 0;
