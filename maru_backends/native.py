@@ -137,7 +137,7 @@ def _open(path: Path | None) -> NativeHost | str:
                 f"another one; {_REBUILD}"
             )
         host = NativeHost(library, place)
-    except (OSError, AttributeError) as error:  # for another processor or C library, cut short, or something else
+    except (OSError, AttributeError) as error:  # for another processor or C library, or something else
         return f"{place} cannot be used: {error}; {_REBUILD}"
     if "none" in (host.features.writeback, host.features.invalidate):
         return "this processor has no instruction that flushes cache lines; it can only share memory within one host"

@@ -29,12 +29,18 @@ class Region(Protocol):
     def publish(self, offset: int, length: int) -> None:
         """Make bytes written by this process visible to every reader of the pool. Called before COMMIT is sent.
 
+        Also for pages that are given up, before the server hears of it, and by the server for what it writes.
+
         A no-op within one coherent host; a cache-line write-back and fence on memory shared by hosts that are not
         coherent with each other. May not block for longer than the flush takes.
         """
 
     def acquire(self, offset: int, length: int) -> None:
-        """Forget stale copies of these bytes before they are read. Called after ACQUIRE was answered."""
+        """Forget stale copies of these bytes before they are read. Called after ACQUIRE was answered.
+
+        And before a header is looked at; only of pools whose descriptor says ``flush``, and by the server when it makes
+        or takes over a pool. May not lose what this process has written.
+        """
 
     def populate(self, offset: int, length: int) -> None:
         """Prepare these bytes so that their first read or write by this process is as fast as later ones.

@@ -411,7 +411,7 @@ class KeyCalls:
         if indices:
             self._end_writing(
                 (grants.epoch, grants.session),
-                array("I", [grants.entries[index] for index in indices]),
+                [grants.entries[index] for index in indices],
                 [grants.generations[index] for index in indices],
                 [grants.lengths[index] for index in indices],
             )

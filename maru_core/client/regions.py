@@ -2,7 +2,7 @@
 
 Barriers (docs/visibility.md): ``publish`` lies between the last byte that is written and COMMIT, ``acquire`` between
 the reply to ACQUIRE and the first byte that is read, ``settle`` between the last byte of what is given up and ABORT.
-What they do is up to the region: nothing within one coherent host.
+What they do is up to the region. Only ``publish`` is called where all who map the pools are coherent.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class Regions:
 
     def view(self, entry: int, length: int) -> memoryview:
         """Writable view of ``length`` bytes from ``entry`` on, fit to be read: :meth:`acquire` and :meth:`room`."""
-        self.acquire((entry,), (length,))
+        if self._shared_by_hosts:
+            self.acquire((entry,), (length,))
         return self.room(entry, length)
 
     def room(self, entry: int, length: int) -> memoryview:
@@ -123,6 +124,8 @@ class Regions:
 
         Once after they were leased: nobody writes them before the lease ends. Entries that are NO_ENTRY are left out.
         """
+        if not self._shared_by_hosts:
+            return
         if NO_ENTRY in entries:
             there = [index for index, entry in enumerate(entries) if entry != NO_ENTRY]
             entries, lengths = array("I", [entries[i] for i in there]), [lengths[i] for i in there]
@@ -168,8 +171,9 @@ class Regions:
         """
         if not self._shared_by_hosts or not self._mapped:  # what was never mapped was not written
             return
-        with suppress(MaruError, ValueError):  # unmapped, now or while it is done: then nobody here can do more
-            self.publish(entries, lengths)
+        # Unmapped, now or while it is done: then nobody here can do more. Or these are no entries at all.
+        with suppress(MaruError, ValueError, TypeError, OverflowError):
+            self.publish(array("I", entries), lengths)
 
     def settle_reserved(self, entries: Sequence[int]) -> None:
         """:meth:`settle` for reservations whose lengths only their headers tell."""
@@ -189,7 +193,11 @@ class Regions:
         pool = check_place(first, size, self._pools)
         pages = -(-size // pool.granule)
         inside = entries[-1] < pool.entry_base + pool.entry_count
-        if inside and lengths.count(size) == count and entries == array("I", range(first, first + count * pages, pages)):
+        if (
+            inside
+            and lengths.count(size) == count
+            and entries == array("I", range(first, first + count * pages, pages))
+        ):
             # The usual case, a whole reservation from free space that is not fragmented.
             check_place(entries[-1], size, (pool,))
             yield self.of(pool), _offset(pool, first), (count - 1) * pages * pool.granule + size
@@ -213,8 +221,9 @@ class Regions:
         low = high = 0
         unpack, ready, digest = _PROOF.unpack_from, State.READY, self._digest
         try:
-            for region, start, size in self._header_runs(entries, lengths):
-                region.acquire(start, size)
+            if self._shared_by_hosts:
+                for region, start, size in self._header_runs(entries, lengths):
+                    region.acquire(start, size)
             for entry, generation, length in zip(entries, generations, lengths, strict=True):
                 if not low <= entry < high:
                     pool = check_place(entry, length, self._pools)
@@ -259,7 +268,8 @@ class Regions:
             pool = check_place(entry, length, self._pools)
             region = self.of(pool)
             offset = pool.header_at(entry)
-            region.acquire(offset, HEADER_SIZE)
+            if pool.flush:
+                region.acquire(offset, HEADER_SIZE)
             found = _PROOF_OF_KEY.unpack_from(region.buffer, offset + HEADER_VIEW_OFFSET)
         except (ValueError, BackendError, StaleEpoch):
             if not self._closed:
@@ -273,7 +283,8 @@ class Regions:
         region = self.of(pool)
         offset = pool.header_at(entry)
         try:
-            region.acquire(offset, HEADER_SIZE)
+            if pool.flush:
+                region.acquire(offset, HEADER_SIZE)
             return unpack_header(region.buffer[offset : offset + HEADER_SIZE])
         except (ValueError, BackendError):
             if not self._closed:

@@ -38,6 +38,8 @@ class Arena:
     objects: int = field(default=0)
     #: Granules per object, of all sizes that there have been.
     sizes: set[int] = field(factory=set)
+    #: Publishes bytes at an offset of the pool; ``None`` where all who map it are coherent with this host.
+    publish: Callable[[int, int], None] | None = None
 
     @classmethod
     def of(
@@ -47,14 +49,30 @@ class Arena:
         table: memoryview,
         policy: PolicyFactory = least_recently_used,
         clock: Callable[[], float] = monotonic,
+        publish: Callable[[int, int], None] | None = None,
     ) -> Arena:
         """Over the header table ``table`` (``entry_count * HEADER_SIZE`` writable bytes, zeroed)."""
         count = descriptor.entry_count
         base = descriptor.entry_base
-        headers = HeaderTable(table[: count * HEADER_SIZE], base)
+        headers = HeaderTable(
+            table[: count * HEADER_SIZE], base, publish and _shifted(publish, descriptor.table_offset)
+        )
         tenants = Tenants(policy(base, count, clock))
-        return cls(number, descriptor, Allocator(count), tenants, headers, base, base + count, descriptor.granule)
+        granule = descriptor.granule
+        return cls(number, descriptor, Allocator(count), tenants, headers, base, base + count, granule, publish=publish)
 
     def pages_for(self, length: int) -> int:
         """Granules that an object of ``length`` bytes takes here."""
         return -(-length // self.granule)
+
+    def settle(self, entry: int, pages: int) -> None:
+        """Write back what a process of this host that died may have left of these pages in its caches.
+
+        Else a cache would do so later, over what another host has written there by then.
+        """
+        if self.publish is not None:
+            self.publish(self.descriptor.data_at(entry), pages * self.granule)
+
+
+def _shifted(publish: Callable[[int, int], None], by: int) -> Callable[[int, int], None]:
+    return lambda offset, length: publish(by + offset, length)

@@ -68,6 +68,7 @@ class Pools:
             )
             descriptor = pool.region.descriptor
             end = descriptor.table_offset + descriptor.entry_count * HEADER_SIZE
+            pool.region.acquire(0, end)  # of a pool that is taken over, another host may have written it
             table = pool.region.buffer[descriptor.table_offset : end]
             self._pools.append((pool, table))
             base += descriptor.entry_count
@@ -75,13 +76,16 @@ class Pools:
                 raise BackendError(
                     f"pools of {base} granules in all, the limit is {NO_ENTRY - 1}; raise maru_chunk_size"
                 )
-            self.arenas.append(Arena.of(number, descriptor, table, memory.policy))
+            publish = pool.region.publish if descriptor.flush else None
+            self.arenas.append(Arena.of(number, descriptor, table, memory.policy, publish=publish))
 
     def prefault(self) -> None:
         """Map the header tables of new pools, which are zero, now rather than in a client's request."""
-        for _, table in self._pools:
+        for pool, table in self._pools:
             for at in range(0, len(table), _PREFAULT):
                 table[at : at + _PREFAULT] = bytes(len(table[at : at + _PREFAULT]))
+            # The superblock as well: nobody knows of the pool yet.
+            pool.region.publish(0, pool.region.descriptor.table_offset + len(table))
 
     def close(self, keep: bool) -> None:
         """Let go of all of them; they stay in memory if ``keep``."""

@@ -282,7 +282,11 @@ class Reservations:
         """Free at most ``limit`` reservations of a closed session; whether it had any."""
         for mine in (session.reserved, session.doomed):
             if mine:
-                self._free(session, mine.first(limit))
+                entries = mine.first(limit)
+                for arena, part in self._objects.by_arena(entries):
+                    for entry in part:
+                        arena.settle(entry, self._objects.pages[entry])
+                self._free(session, entries)
                 return True
         return False
 

@@ -321,7 +321,7 @@ def test_bytes_that_went_away_while_they_were_read_are_no_damage() -> None:
         def header(self, *_: object) -> Header:
             return Header(State.READY, 1, 3, 1, 12345, bytes(16), 0, bytes(32), bytes(32))
 
-        def view(self, *_: object) -> memoryview:
+        def room(self, *_: object) -> memoryview:
             return memoryview(b"new")
 
     told: list[object] = []

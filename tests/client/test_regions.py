@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from maru_core.client.regions import Regions
@@ -16,14 +16,17 @@ from maru_core.errors import ProtocolError, StaleEpoch
 from maru_core.fakes import FakeBackend
 from maru_core.host import PluginHost
 from maru_core.plugin import hookimpl
+from maru_core.pool_format import HEADER_SIZE
+from maru_core.protocol import NO_ENTRY
 
 GRANULE = 4096
 
 
 def two_pools() -> tuple[Regions, list[object]]:
     backend = FakeBackend()
-    first = backend.create_pool(PoolRequest(0, 1 << 18, GRANULE, 0, None, "t0")).region.descriptor
-    second = backend.create_pool(PoolRequest(1, 1 << 18, GRANULE, first.entry_count, None, "t1")).region.descriptor
+    first = backend.create_pool(PoolRequest(0, 1 << 18, GRANULE, 0, None, "t0", True)).region.descriptor
+    request = PoolRequest(1, 1 << 18, GRANULE, first.entry_count, None, "t1", True)
+    second = backend.create_pool(request).region.descriptor
     regions = Regions([first, second], PluginHost.with_plugins({"fake": backend}), bytes(16))
     regions.map_all()
     return regions, [first, second]
@@ -121,3 +124,74 @@ def test_a_read_is_announced_to_device_hints_and_its_end_too() -> None:
     assert reads.told[1][2] == [(second.data_offset + GRANULE, 10)]  # type: ignore[attr-defined]
     assert [item[:2] for item in reads.told[2:]] == [("after", 0), ("after", 1)]
     assert [item[2] for item in reads.told[2:]] == [item[2] for item in reads.told[:2]]
+
+
+def joined(ranges: list[tuple[int, int]]) -> set[int]:
+    return {at for offset, length in ranges for at in range(offset, offset + length)}
+
+
+@example([(entry, 100) for entry in range(50, 75)])
+@settings(deadline=None, max_examples=60)
+@given(
+    st.one_of(
+        st.lists(st.tuples(st.integers(0, 110), st.integers(1, 2 * GRANULE)), max_size=12, unique_by=lambda i: i[0]),
+        # A batch of equal objects, which may go on in the second pool.
+        st.builds(
+            lambda first, step, count, length: [(first + step * number, length) for number in range(count)],
+            st.integers(0, 100),
+            st.integers(1, 12),
+            st.integers(1, 30),
+            st.integers(1, GRANULE),
+        ),
+    )
+)
+def test_no_barrier_joins_what_lies_in_different_pools(objects: list[tuple[int, int]]) -> None:
+    """Every object's bytes and header are acquired, and no range leaves the part of the pool that it is for."""
+    regions, pools = two_pools()
+    first, second = pools
+    total = first.entry_count + second.entry_count  # type: ignore[attr-defined]
+    objects = [(entry, min(length, GRANULE)) for entry, length in objects if entry < total]
+    entries, lengths = array("I", [entry for entry, _ in objects]), [length for _, length in objects]
+    regions.acquire(entries, lengths)
+    data = [regions.of(pool).acquired[:] for pool in pools]  # type: ignore[attr-defined, arg-type]
+    for pool in pools:
+        regions.of(pool).acquired.clear()  # type: ignore[attr-defined, arg-type]
+    regions.verify(entries, [1] * len(entries), lengths)
+    headers = [regions.of(pool).acquired for pool in pools]  # type: ignore[attr-defined, arg-type]
+    for pool, found, tops in zip(pools, data, headers, strict=True):
+        inside = [(e, n) for e, n in objects if pool.entry_base <= e < pool.entry_base + pool.entry_count]  # type: ignore[attr-defined]
+        assert all(pool.data_offset <= at and at + n <= pool.size for at, n in found)  # type: ignore[attr-defined]
+        assert joined(found) >= {pool.data_at(e) + i for e, n in inside for i in (0, n - 1)}  # type: ignore[attr-defined]
+        end = pool.table_offset + pool.entry_count * HEADER_SIZE  # type: ignore[attr-defined]
+        assert all(pool.table_offset <= at and at + n <= end for at, n in tops)  # type: ignore[attr-defined]
+        assert joined(tops) >= {pool.header_at(e) + i for e, _ in inside for i in range(HEADER_SIZE)}  # type: ignore[attr-defined]
+        assert len(tops) <= len(inside)
+
+
+def test_keys_that_were_not_found_are_left_out() -> None:
+    regions, (first, _) = two_pools()
+    regions.acquire(array("I", [3, NO_ENTRY, 4]), [GRANULE, 0, 100])
+    start = first.data_at(3)  # type: ignore[attr-defined]
+    assert regions.of(first).acquired == [(start, GRANULE + 100)]  # type: ignore[attr-defined, arg-type]
+
+
+@pytest.mark.parametrize("hosts", [True, False])
+def test_caches_are_only_minded_where_hosts_share_the_pool(hosts: bool) -> None:
+    backend = FakeBackend()
+    request = PoolRequest(0, 1 << 18, GRANULE, 0, None, "t0", shared_by_hosts=hosts)
+    pool = backend.create_pool(request).region.descriptor
+    regions = Regions([pool], PluginHost.with_plugins({"fake": backend}), bytes(16))
+    regions.settle([2], [100])  # not mapped: nothing can have been written
+    assert regions._mapped == {}
+    regions.map_all()
+    regions.settle([2], [100])
+    assert regions.of(pool).published == ([(pool.data_at(2), 100)] if hosts else [])  # type: ignore[attr-defined]
+    regions.view(2, 100)
+    regions.verify([2], [1], [100])
+    assert len(regions.of(pool).acquired) == (2 if hosts else 0)  # type: ignore[attr-defined]
+    for nonsense in (10**6, 1 << 40, -1, "x"):
+        regions.settle([nonsense], [1])  # type: ignore[list-item]
+    regions.settle_reserved([10**6])
+    regions.close()
+    regions.settle([2], [100])
+    regions.settle_reserved([2])

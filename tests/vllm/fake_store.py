@@ -205,8 +205,8 @@ class FakeHandler:
             entries[index], generations[index] = entry, 1
         return Grants(self.store.epoch, 1, tuple(keys), bytes(statuses), entries, generations, [length] * len(keys))
 
-    def view(self, epoch: int, entry: int, length: int) -> memoryview:
-        return memoryview(self.store.by_entry[entry].data)
+    def room(self, grants: Grants, index: int) -> memoryview:
+        return memoryview(self.store.by_entry[grants.entries[index]].data)
 
     def commit(self, grants: Grants, indices: Sequence[int] | None = None, *, checksums: bool) -> bytes:
         for index in grants.new if indices is None else indices:
