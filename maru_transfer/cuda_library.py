@@ -7,6 +7,7 @@ needs neither a GPU nor torch.
 from __future__ import annotations
 
 import ctypes
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +19,8 @@ from maru_core.errors import TransferError
 from maru_core.geometry import ObjectLayout, PagedLayout
 
 LIBRARY: Final = "libmaru_cuda.so"
+#: What the build wrote about itself, beside the library.
+BUILD_INFO: Final = "_build_info.json"
 #: MARU_ABI_VERSION of the header that this module was written for.
 ABI_VERSION: Final = 1
 REBUILD: Final = "install Maru again where nvcc can be found"
@@ -177,7 +180,7 @@ def load(path: Path | None = None) -> CudaLibrary | str:
     """The library beside this module, or that at ``path``; or why it cannot be used, with the remedy."""
     place = path or Path(__file__).with_name(LIBRARY)
     if not place.exists():
-        return f"{place} does not exist: the CUDA code was not built; {REBUILD}"
+        return _absent(place)
     try:
         library = ctypes.CDLL(str(place))
         version = library.maru_cuda_abi_version()
@@ -189,6 +192,15 @@ def load(path: Path | None = None) -> CudaLibrary | str:
         return CudaLibrary(library)
     except (OSError, AttributeError) as error:  # for another processor, cut short, or something else
         return f"{place} cannot be used: {error}; {REBUILD}"
+
+
+def _absent(place: Path) -> str:
+    try:
+        info = json.loads(place.with_name(BUILD_INFO).read_text())
+        reason = info["cuda"]["reason"]
+    except (OSError, ValueError, KeyError, TypeError):  # nothing was ever built, or not by us
+        reason = None
+    return f"{place} does not exist: {reason or 'the CUDA code was not built'}; {REBUILD}"
 
 
 class CudaDevice:
