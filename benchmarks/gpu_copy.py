@@ -1,9 +1,12 @@
 """Loads and stores of a long prompt by the kernel engine against what the bus and the device's memory can do.
 
-Llama-3.1-8B's geometry (32 layers, 8 KV heads of 128, 16-bit, blocks of 16), 16,384 tokens, 2 GiB, chunks of 256, blocks
-in random order and in a row. Both sides are measured in one run: page-locked copies, copies within the device, and,
-with ``--lmcache FILE``, the transfer function of LMCache's extension (its ``c_ops`` library). Needs a CUDA device and the
-native library. Run: ``python benchmarks/gpu_copy.py [--lmcache FILE] [--json FILE]``.
+Llama-3.1-8B's geometry (32 layers, 8 KV heads of 128, 16-bit, blocks of 16), 16,384 tokens, 2 GiB, chunks of 256, with
+blocks in random order and in a row. Both sides are measured in one run: page-locked copies, copies within the device,
+and, with ``--lmcache FILE``, the transfer function of LMCache's extension (its ``c_ops`` library). Needs a CUDA device
+and the native library. Run: ``python benchmarks/gpu_copy.py [--lmcache FILE] [--json FILE]``.
+
+"Issue" is what a thread spends to submit a request to the driver; "plan" what it spends before in Python, and "CPU" all
+of its processor time, waking up from waits included.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +42,18 @@ CHUNKS = TOKENS // CHUNK
 BYTES = CHUNKS * STORED.nbytes
 REPEATS = 15
 
-#: Share of a page-locked copy, share of a copy within the device, milliseconds of a thread, milliseconds of delay.
+#: Share of a page-locked copy, share of a copy within the device, milliseconds of issuing, milliseconds of delay.
 OF_BUS, OF_DEVICE, ISSUE_MS, DELAY_MS = 0.92, 0.70, 1.0, 1.0
-
-
-def _strides(plane: Sequence[int]) -> PlaneStrides:
-    return PlaneStrides(*plane)
 
 
 PAGE = BLOCK * HEADS * DIM
 #: (strides of K and V: offset, block, token, head, element; elements of a layer)
 LAYOUTS: dict[str, tuple[PlaneStrides, ...]] = {
-    "planes apart, NHD": tuple(_strides((p * BLOCKS * PAGE, PAGE, HEADS * DIM, DIM, 1)) for p in range(2)),
-    "blocks first, NHD": tuple(_strides((p * PAGE, 2 * PAGE, HEADS * DIM, DIM, 1)) for p in range(2)),
-    "planes apart, HND": tuple(_strides((p * BLOCKS * PAGE, PAGE, DIM, BLOCK * DIM, 1)) for p in range(2)),
-    "packed, NHD": tuple(_strides((p * DIM, 2 * PAGE, 2 * HEADS * DIM, 2 * DIM, 1)) for p in range(2)),
-    "packed, HND": tuple(_strides((p * DIM, 2 * PAGE, 2 * DIM, 2 * BLOCK * DIM, 1)) for p in range(2)),
+    "planes apart, NHD": tuple(PlaneStrides(*(p * BLOCKS * PAGE, PAGE, HEADS * DIM, DIM, 1)) for p in range(2)),
+    "blocks first, NHD": tuple(PlaneStrides(*(p * PAGE, 2 * PAGE, HEADS * DIM, DIM, 1)) for p in range(2)),
+    "planes apart, HND": tuple(PlaneStrides(*(p * BLOCKS * PAGE, PAGE, DIM, BLOCK * DIM, 1)) for p in range(2)),
+    "packed, NHD": tuple(PlaneStrides(*(p * DIM, 2 * PAGE, 2 * HEADS * DIM, 2 * DIM, 1)) for p in range(2)),
+    "packed, HND": tuple(PlaneStrides(*(p * DIM, 2 * PAGE, 2 * DIM, 2 * BLOCK * DIM, 1)) for p in range(2)),
 }
 
 
@@ -129,17 +129,35 @@ def by_events(run: Callable[[], Any], repeats: int, warm: int = 2) -> float:
     return statistics.median(times)
 
 
-def by_clock(run: Callable[[], Any], repeats: int, warm: int = 2) -> tuple[float, float]:
-    """Median seconds that pass, and median seconds of this thread's processor time."""
-    passed, used = [], []
+def by_clock(run: Callable[[], Any], repeats: int, warm: int = 2) -> float:
+    """Median seconds that pass until the device has done it."""
+    passed = []
     for number in range(warm + repeats):
         torch.cuda.synchronize()
-        began, busy = time.perf_counter(), time.thread_time()
+        began = time.perf_counter()
         run()
+        torch.cuda.synchronize()
         if number >= warm:
-            used.append(time.thread_time() - busy)
             passed.append(time.perf_counter() - began)
-    return statistics.median(passed), statistics.median(used)
+    return statistics.median(passed)
+
+
+def costs(bench: Bench, transfer: KernelTransfer, direction: int, table: str, repeats: int) -> dict[str, float]:
+    """Median seconds of a thread: to plan, to issue, and all of its processor time."""
+    found: dict[str, list[float]] = {"plan": [], "issue": [], "cpu": []}
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        busy, began = time.thread_time(), time.perf_counter()
+        held, job = transfer._plan(direction, bench.tables[table], bench.copies)
+        found["plan"].append(time.perf_counter() - began)
+        try:
+            transfer._submit(job)
+        finally:
+            transfer._pages.wait()
+            del held
+        found["cpu"].append(time.thread_time() - busy)
+        found["issue"].append(transfer._pages.times()[0])
+    return {name: statistics.median(values) for name, values in found.items()}
 
 
 def ceilings(bench: Bench, repeats: int) -> dict[str, float]:
@@ -165,7 +183,8 @@ def placement(bench: Bench, layout: str, tuning: Tuning, repeats: int) -> dict[s
     """Bytes per second of the kernels alone: objects are in the device's memory, too."""
     objects = torch.empty(BYTES, dtype=torch.uint8, device="cuda")
     addresses = [objects.data_ptr() + n * STORED.nbytes for n in range(CHUNKS)]
-    limits = Limits(STORED.nbytes, 1 << 60, 1 << 60)
+    # So many objects in one launch that launching does not count.
+    limits = Limits(24 * STORED.nbytes, 1 << 60, 1 << 60)
     slicer = Slicer(bench.paged(layout), STORED, limits)
     rates = {}
     with bench.transfer(layout, tuning) as transfer:
@@ -191,21 +210,22 @@ def delays(bench: Bench, tuning: Tuning, direction: int, table: str, seconds: fl
         torch.ones(16 << 10, dtype=torch.uint8, pin_memory=True),
         torch.empty(16 << 10, device="cuda", dtype=torch.uint8),
     )
-    stream = torch.cuda.Stream()
+    # Several, because the driver puts streams into a few queues.
+    streams = [torch.cuda.Stream() for _ in range(16)]
     stop = threading.Event()
 
     def sample(until: float) -> list[float]:
         times = []
         while time.perf_counter() < until:
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(streams[len(times) % len(streams)]):
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 begin.record()
                 target.copy_(small, non_blocking=True)
                 end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end))
-            time.sleep(0.0007)
-        return sorted(times)
+            time.sleep(0.0005)
+        return times
 
     def bulk() -> None:
         while not stop.is_set():
@@ -218,7 +238,7 @@ def delays(bench: Bench, tuning: Tuning, direction: int, table: str, seconds: fl
         thread.start()
         try:
             time.sleep(0.2)
-            busy = sample(time.perf_counter() + seconds)
+            busy = sorted(sample(time.perf_counter() + seconds))
         finally:
             stop.set()
             thread.join()
@@ -234,7 +254,8 @@ def delays(bench: Bench, tuning: Tuning, direction: int, table: str, seconds: fl
 def lmcache(bench: Bench, library: Path, repeats: int) -> dict[str, float]:
     """Seconds of LMCache's transfer function for the same request, chunk by chunk, the faster of its two ways."""
     spec = importlib.util.spec_from_file_location("c_ops", library)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     ops = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(ops)
     pointers = torch.tensor([layer.data_ptr() for layer in bench.pages], dtype=torch.int64, device="cuda")
@@ -257,26 +278,24 @@ def lmcache(bench: Bench, library: Path, repeats: int) -> dict[str, float]:
             if staged:
                 staging.copy_(objects[number], non_blocking=True)
             step(staging if staged else objects[number], number, to_device)
-        torch.cuda.synchronize()
 
     def store(*, staged: bool) -> None:
         for number in range(CHUNKS):
             step(staging if staged else objects[number], number, to_host)
             if staged:
                 objects[number].copy_(staging, non_blocking=True)
-        torch.cuda.synchronize()
 
     with bench.transfer("planes apart, NHD", Tuning()) as transfer:
         bench.move(transfer, STORE, "scattered")
     wanted = bench.host.to("cuda")
     bench.host.zero_()
     store(staged=True)
+    torch.cuda.synchronize()
     if not torch.equal(wanted, bench.host.to("cuda")):
         raise SystemExit("LMCache's function stores other bytes: the comparison is not set up right")
-    return {
-        "load": min(by_clock(lambda: load(staged=way), repeats)[0] for way in (False, True)),
-        "store": min(by_clock(lambda: store(staged=way), repeats)[0] for way in (False, True)),
-    }
+    ways = [partial(call, staged=staged) for call in (load, store) for staged in (False, True)]
+    seconds = [by_clock(way, repeats) for way in ways]
+    return {"load": min(seconds[:2]), "store": min(seconds[2:])}
 
 
 def run(options: argparse.Namespace) -> Outcome:
@@ -284,8 +303,8 @@ def run(options: argparse.Namespace) -> Outcome:
     repeats = options.repeats
     bench, tuning = Bench(), Tuning()
     best = ceilings(bench, repeats)
-    table = [["", "GB/s", "of the ceiling", "CPU ms"]]
-    table += [[f"copies {name}", f"{rate / 1e9:.1f}", "", ""] for name, rate in best.items()]
+    table = [["", "GB/s", "of the ceiling", "plan ms", "issue ms", "CPU ms"]]
+    table += [[f"copies {name}", f"{rate / 1e9:.1f}", "", "", "", ""] for name, rate in best.items()]
     bounds: list[Bound] = []
     figures: dict[str, Any] = {"ceilings": best, "moves": {}, "placement": {}, "delays": {}}
     for layout in LAYOUTS:
@@ -295,17 +314,19 @@ def run(options: argparse.Namespace) -> Outcome:
         for order in bench.tables:
             with bench.transfer(layout, tuning) as transfer:
                 for direction, name, ceiling in ((LOAD, "load", "host to device"), (STORE, "store", "device to host")):
-                    seconds, cpu = by_clock(lambda: bench.move(transfer, direction, order), repeats)  # noqa: B023
+                    seconds = by_clock(partial(bench.move, transfer, direction, order), repeats)
+                    cost = costs(bench, transfer, direction, order, repeats)
                     share = BYTES / seconds / best[ceiling]
                     what = f"{name}, {layout}, {order}"
-                    table.append([what, f"{BYTES / seconds / 1e9:.1f}", f"{share:.3f}", f"{cpu * 1e3:.2f}"])
-                    figures["moves"][what] = {"seconds": seconds, "cpu_seconds": cpu, "share": share}
+                    shown = [f"{cost[key] * 1e3:.2f}" for key in ("plan", "issue", "cpu")]
+                    table.append([what, f"{BYTES / seconds / 1e9:.1f}", f"{share:.3f}", *shown])
+                    figures["moves"][what] = {"seconds": seconds, "share": share, **cost}
                     bounds.append(Least(f"{what}: share of a locked copy", share, OF_BUS))
-                    bounds.append(Bound(f"{what}: milliseconds of processor time", cpu * 1e3, ISSUE_MS))
+                    bounds.append(Bound(f"{what}: milliseconds to issue", cost["issue"] * 1e3, ISSUE_MS))
     for layout in LAYOUTS:
         for name, rate in placement(bench, layout, Tuning(grid=0), repeats).items():
             share = rate / best["within the device"]
-            table.append([f"placement, {name}, {layout}", f"{rate / 1e9:.0f}", f"{share:.3f}", ""])
+            table.append([f"placement, {name}, {layout}", f"{rate / 1e9:.0f}", f"{share:.3f}", "", "", ""])
             figures["placement"][f"{name}, {layout}"] = {"bytes_per_second": rate, "share": share}
             bounds.append(Least(f"placement, {name}, {layout}: share of a copy within the device", share, OF_DEVICE))
     notes = []
@@ -324,7 +345,7 @@ def run(options: argparse.Namespace) -> Outcome:
         figures["lmcache"] = theirs
         for name, seconds in theirs.items():
             ours = figures["moves"][f"{name}, planes apart, NHD, scattered"]["seconds"]
-            table.append([f"LMCache, {name}", f"{BYTES / seconds / 1e9:.1f}", "", ""])
+            table.append([f"LMCache, {name}", f"{BYTES / seconds / 1e9:.1f}", "", "", "", ""])
             bounds.append(Bound(f"{name}: our time over LMCache's", ours / seconds, 1.0))
     return Outcome(table, figures, bounds, notes)
 

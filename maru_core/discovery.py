@@ -20,6 +20,7 @@ DISTRIBUTION: Final = "maru-kv"
 BUILT_INS: Final[Mapping[str, str]] = {
     "cpu": "maru_backends.cpu",
     "mixed": "maru_backends.mixed",
+    "kernel": "maru_transfer.kernel_plugin",
     "torch-copy": "maru_transfer.torch_copy_plugin",
     "eviction": "maru_core.eviction_plugin",
 }

@@ -28,7 +28,7 @@ MORE: dict[str, set[str]] = {
     "maru_core/server/metrics.py": {"prometheus_client"},
 }
 #: Modules that may not import torch although their package may.
-NO_TORCH = ("maru_transfer/plan.py", "maru_transfer/torch_copy_plugin.py")
+NO_TORCH = ("maru_transfer/plan.py", "maru_transfer/torch_copy_plugin.py", "maru_transfer/kernel_plugin.py")
 #: Public names of the core for plugins that live outside of it, and for ours which is written like them.
 PUBLIC = {"config", "contracts", "errors", "geometry", "hookspecs", "plugin", "pool_format", "protocol", "sizes"}
 #: Lower layers of the core may not know higher ones.
@@ -183,4 +183,4 @@ host = PluginHost.discover(PluginSettings(()), path=[])
 print(json.dumps([sorted(host.backends()), sorted(host.engines()), "torch" in sys.modules]))
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert json.loads(run.stdout) == [["cpu", "mixed"], ["torch-copy"], False]
+    assert json.loads(run.stdout) == [["cpu", "mixed"], ["kernel", "torch-copy"], False]

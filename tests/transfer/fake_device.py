@@ -9,6 +9,7 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def registered(driver: FakeDriver, buffer: memoryview, pieces: int = 1) -> memor
     """Registers a buffer, or pieces of it one by one."""
     address, size = np.frombuffer(buffer, np.uint8).ctypes.data, buffer.nbytes
     edges = [size * number // pieces for number in range(pieces + 1)]
-    for first, last in zip(edges, edges[1:], strict=False):
+    for first, last in pairwise(edges):
         if first < last:
             driver.hooks.fake_register(address + first, last - first)
     return buffer

@@ -185,9 +185,8 @@ def test_staging_is_accounted_by_torch_and_given_back():
     layers = on_device(engine)
     before = torch.cuda.memory_allocated()
     transfer = KernelEngine(SMALL).open(layers, engine.paged, engine.stored(256))
-    assert (
-        torch.cuda.memory_allocated() - before >= transfer.staging_bytes == SMALL.slots * SMALL.slot_bytes + 8 * SIZE.L
-    )
+    assert transfer.staging_bytes == SMALL.slots * SMALL.slot_bytes + 8 * SIZE.L
+    assert torch.cuda.memory_allocated() - before >= transfer.staging_bytes
     transfer.close()
     transfer.close()
     assert torch.cuda.memory_allocated() == before
