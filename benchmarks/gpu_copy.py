@@ -324,7 +324,7 @@ def run(options: argparse.Namespace) -> Outcome:
                     bounds.append(Least(f"{what}: share of a locked copy", share, OF_BUS))
                     bounds.append(Bound(f"{what}: milliseconds to issue", cost["issue"] * 1e3, ISSUE_MS))
     for layout in LAYOUTS:
-        for name, rate in placement(bench, layout, Tuning(grid=0), repeats).items():
+        for name, rate in placement(bench, layout, Tuning(grid=0, slots=4), repeats).items():
             share = rate / best["within the device"]
             table.append([f"placement, {name}, {layout}", f"{rate / 1e9:.0f}", f"{share:.3f}", "", "", ""])
             figures["placement"][f"{name}, {layout}"] = {"bytes_per_second": rate, "share": share}

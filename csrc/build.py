@@ -1,8 +1,8 @@
 """Builds the native code when Maru is installed, and never fails an install: a hook of hatchling that calls CMake.
 
 Each part (``host``, ``cuda``) is built or left out with a reason; both go into a ``_build_info.json`` in each package
-that has a library. A wheel gets the libraries beside the modules that bind them, an editable install puts them into the tree
-itself. ``python csrc/build.py`` does the latter, for a checkout that is used through ``PYTHONPATH``.
+that has a library. A wheel gets the libraries beside the modules that bind them, an editable install puts them into the
+tree itself. ``python csrc/build.py`` does the latter, for a checkout that is used through ``PYTHONPATH``.
 
 Not scikit-build-core: its editable installs, of either mode, put an import hook in front of ``PYTHONPATH``, so that a
 second checkout of the same project cannot be used.

@@ -2,8 +2,8 @@
  *
  * Staging memory is a ring of slots, and every slot has a stream of its own, its lane: what happens in a slot happens in
  * the lane's order, one slice after another, while other lanes are at other stages. A copy engine serves a stream for as
- * long as that has copies that may run; in a lane a kernel is between any two of them, or else a wait for another lane, so
- * that somebody else's copy gets its turn after a few of ours.
+ * long as that has copies that may run, so every copy of ours waits for one in another lane: then the engine turns to
+ * somebody else's before it goes on with ours.
  * Order against the caller's stream is kept by events on the device. The CPU waits only to bound what is under way, and
  * before it uses a bounce buffer again. */
 #include <dlfcn.h>
@@ -202,12 +202,11 @@ int maru_cuda_host_range(struct maru_cuda *cuda, uint64_t address, uint64_t *sta
   uint32_t type = 0;
   uint64_t first = 0;
   size_t size = 0;
-  const struct maru_driver *driver = &cuda->driver;
+  int attributes[] = {CU_POINTER_MEMORY_TYPE_, CU_POINTER_RANGE_START_, CU_POINTER_RANGE_SIZE_};
+  void *data[] = {&type, &first, &size};
   int pushed = enter(cuda);
-  /* An address that the driver does not know is an error of the call, and no error here. */
-  if (driver->PointerGetAttribute(&type, CU_POINTER_MEMORY_TYPE_, address) || type != CU_MEMORYTYPE_HOST_ ||
-      driver->PointerGetAttribute(&first, CU_POINTER_RANGE_START_, address) ||
-      driver->PointerGetAttribute(&size, CU_POINTER_RANGE_SIZE_, address))
+  /* Of an address that the driver does not know it tells zeros, and does not fail. */
+  if (cuda->driver.PointerGetAttributes(3, attributes, data, address) || type != CU_MEMORYTYPE_HOST_)
     first = 0, size = 0;
   leave(cuda, pushed);
   *start = first;
@@ -448,7 +447,8 @@ static int close_pages(struct maru_pages *pages, uint32_t slot) {
   return MARU_OK;
 }
 
-/* No more than slots - 1 copies of ours may run at any time: without a kernel between them a lane would go on. */
+/* No more than slots - 1 copies of ours may run at any time. The next one may only once the one before it has gone, and
+ * then somebody else's has waited longer. */
 static int give_way(struct maru_pages *pages, uint32_t slot) {
   const struct maru_driver *driver = &pages->cuda->driver;
   char *text = pages->text;
@@ -478,7 +478,7 @@ static int load_slice(struct maru_pages *pages, uint32_t slot, const struct maru
     for (const struct maru_segment *s = first; s < last; s++)
       maru_segment_bounce(&pages->geometry, s, pages->bounce + slot * pages->slot_bytes, 1);
   if (way == MARU_DIRECT) STEP(open_pages(pages, slot));
-  if (way == MARU_DIRECT) STEP(give_way(pages, slot));
+  if (way != MARU_MAPPED) STEP(give_way(pages, slot));
   if (way != MARU_MAPPED) STEP(copy(pages, slot, first, last));
   if (way != MARU_MAPPED) STEP(cross(pages, slot));
   if (way != MARU_DIRECT) STEP(open_pages(pages, slot));
@@ -492,9 +492,9 @@ static int store_slice(struct maru_pages *pages, uint32_t slot, const struct mar
   int status;
   uint32_t way = first->way;
   STEP(open_pages(pages, slot));
-  if (way == MARU_DIRECT) STEP(give_way(pages, slot));
   if (way != MARU_DIRECT) STEP(launch(pages, slot, first, last));
   if (way != MARU_DIRECT) STEP(close_pages(pages, slot));
+  if (way != MARU_MAPPED) STEP(give_way(pages, slot));
   if (way != MARU_MAPPED) STEP(copy(pages, slot, first, last));
   if (way == MARU_DIRECT) STEP(close_pages(pages, slot));
   return cross(pages, slot);

@@ -44,7 +44,8 @@ struct maru_copy_attributes {
   X(LaunchKernel, "cuLaunchKernel",                                                                                   \
     (CUhandle_ function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,                \
      unsigned shared_bytes, CUhandle_ stream, void **parameters, void **extra))                                       \
-  X(PointerGetAttribute, "cuPointerGetAttribute", (void *data, int attribute, CUdeviceptr_ address))                  \
+  X(PointerGetAttributes, "cuPointerGetAttributes",                                                                   \
+    (unsigned count, int *attributes, void **data, CUdeviceptr_ address))                                             \
   X(GetErrorName, "cuGetErrorName", (CUresult_ error, const char **text))                                             \
   X(GetErrorString, "cuGetErrorString", (CUresult_ error, const char **text))
 

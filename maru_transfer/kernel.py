@@ -36,16 +36,16 @@ _LEAST_SLOT = 8 << 20
 class Tuning:
     """How much is under way at once, and when which way is taken; see docs/performance.md for the figures behind it.
 
-    ``slots`` of at most ``slot_bytes`` make the staging memory (less for small objects). At most ``window`` slices are
-    under way: as long as so many bytes need somebody else's copy may wait. ``burst`` of them are waited for at once.
+    ``slots`` of at most ``slot_bytes`` make the staging memory (less for small objects); somebody else's copy waits for
+    all of them but one. At most ``window`` slices are submitted at a time, and ``burst`` of them waited for at once.
     ``grid``: thread blocks of one launch. ``direct_bytes`` and ``mapped_bytes``: see maru_transfer.slices.Limits.
     ``one_by_one``: no batches of copies.
     """
 
     slot_bytes: int = 32 << 20
     slots: int = 2
-    window: int = 2
-    burst: int = 1
+    window: int = 8
+    burst: int = 6
     grid: int = 16
     direct_bytes: int = 2 << 20
     mapped_bytes: int = 4 << 20

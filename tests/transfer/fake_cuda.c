@@ -269,16 +269,18 @@ API int cuLaunchKernel(CUhandle_ function, unsigned gx, unsigned gy, unsigned gz
   idle();
   return 0;
 }
-API int cuPointerGetAttribute(void *data, int attribute, CUdeviceptr_ at) {
-  for (int i = 0; i < range_count; i++)
-    if (at >= ranges[i].start && at < ranges[i].start + ranges[i].bytes) {
-      if (attribute == CU_POINTER_MEMORY_TYPE_)
-        *(uint32_t *)data = CU_MEMORYTYPE_HOST_;
-      else
-        *(uint64_t *)data = attribute == CU_POINTER_RANGE_START_ ? ranges[i].start : ranges[i].bytes;
-      return 0;
-    }
-  return INVALID;
+API int cuPointerGetAttributes(unsigned count, int *attributes, void **data, CUdeviceptr_ at) {
+  for (unsigned n = 0; n < count; n++) {
+    uint64_t value[3] = {0, 0, 0};
+    for (int i = 0; i < range_count; i++)
+      if (at >= ranges[i].start && at < ranges[i].start + ranges[i].bytes)
+        value[0] = CU_MEMORYTYPE_HOST_, value[1] = ranges[i].start, value[2] = ranges[i].bytes;
+    if (attributes[n] == CU_POINTER_MEMORY_TYPE_)
+      *(uint32_t *)data[n] = (uint32_t)value[0];
+    else
+      *(uint64_t *)data[n] = value[attributes[n] == CU_POINTER_RANGE_START_ ? 1 : 2];
+  }
+  return 0;
 }
 API int cuGetErrorName(CUresult_ error, const char **text) { return (void)error, *text = "CUDA_ERROR_FAKE", 0; }
 API int cuGetErrorString(CUresult_ error, const char **text) { return (void)error, *text = "as the test wanted", 0; }
