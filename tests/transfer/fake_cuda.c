@@ -87,11 +87,15 @@ static int step(struct stream *s) {
   return 1;
 }
 
-/* Run one operation of any stream, chosen at random; 0 when none can run. */
+/* Run one operation of any stream, each as likely as the others; 0 when none can run. */
 static int step_any(void) {
-  uint32_t start = dice(MOST);
+  struct stream *busy[MOST];
+  uint32_t count = 0;
   for (uint32_t i = 0; i < MOST; i++)
-    if (step(&streams[(start + i) % MOST])) return 1;
+    if (streams[i].head) busy[count++] = &streams[i];
+  uint32_t start = count ? dice(count) : 0;
+  for (uint32_t i = 0; i < count; i++)
+    if (step(busy[(start + i) % count])) return 1;
   return 0;
 }
 

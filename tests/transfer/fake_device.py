@@ -34,7 +34,7 @@ def compiler() -> str | None:
 def compile_library(target: Path, *options: str, sources: Sequence[Path]) -> Path:
     """A shared library; warnings are errors."""
     command = [compiler() or "cc", "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    command += ["-fvisibility=hidden", f"-I{ROOT / 'csrc'}", *options, *map(str, sources), "-o", str(target), "-ldl"]
+    command += ["-fvisibility=hidden", *options, *map(str, sources), "-o", str(target), "-ldl"]
     subprocess.run(command, check=True)
     return target
 
@@ -57,8 +57,11 @@ class FakeDriver:
     hooks: ctypes.CDLL
 
     @classmethod
-    def build(cls, folder: Path, *, batch: int = 13, native: Path | None = None) -> FakeDriver:
-        path = compile_library(folder / f"libfake_{batch}.so", f"-DBATCH={batch}", sources=[HERE / "fake_cuda.c"])
+    def build(
+        cls, folder: Path, *, batch: int = 13, native: Path | None = None, sources: Path = ROOT / "csrc"
+    ) -> FakeDriver:
+        target = folder / f"libfake_{batch}.so"
+        path = compile_library(target, f"-I{sources}", f"-DBATCH={batch}", sources=[HERE / "fake_cuda.c"])
         hooks = ctypes.CDLL(str(path))
         word = ctypes.c_uint64
         hooks.fake_reset.argtypes = (word,)
