@@ -75,12 +75,13 @@ class Writer(ProtocolClient):
 
 
 @contextmanager
-def serving(granules: int) -> Iterator[tuple[RunningServer, Writer]]:
-    """A server with a pool of ``granules``, and a session."""
+def serving(granules: int, policy: str | None) -> Iterator[tuple[RunningServer, Writer]]:
+    """A server with a pool of ``granules`` that evicts by ``policy`` (``None``: its default), and a session."""
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     size = SUPERBLOCK_SIZE + granules * (GRANULE + HEADER_SIZE) + GRANULE
     try:
-        server = RunningServer.start(folder, {"pool_size": max(size, 1 << 20), "chunk_size": GRANULE})
+        settings: dict[str, int | str] = {"pool_size": max(size, 1 << 20), "chunk_size": GRANULE}
+        server = RunningServer.start(folder, settings | ({"eviction_policy": policy} if policy else {}))
         try:
             writer = Writer(server.url)
             yield server, writer
@@ -95,9 +96,9 @@ def measure(options: argparse.Namespace) -> Outcome:
     """A server with hardly any pool, then one that is filled."""
     count = options.objects - options.objects % CHAIN
     keys = random.Random(1)
-    with serving(1) as (server, _):
+    with serving(1, options.policy) as (server, _):
         least = memory_of(server.pid)
-    with serving(count + SPARE) as (server, writer), serving(FEW + SPARE) as (_, other):
+    with serving(count + SPARE, options.policy) as (server, writer), serving(FEW + SPARE, options.policy) as (_, other):
         empty = memory_of(server.pid)
         for _ in range(0, FEW, CHAIN):
             other.store_chain(keys.randbytes(KEY_SIZE * CHAIN))
@@ -144,8 +145,9 @@ def measure(options: argparse.Namespace) -> Outcome:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The number of objects."""
+    """The number of objects, and what they are evicted by."""
     parser.add_argument("--objects", type=int, default=1_000_000, help="[default: 1000000]")
+    parser.add_argument("--policy", metavar="NAME", help="an eviction policy [default: the server's]")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,10 @@ ROUTER/DEALER echo over ``ipc`` between two processes. Twice: into free memory, 
 the kernel puts them otherwise moves every figure by a fifth, and not the same way. It fails (exit 1) when a median in
 the free pool is over twice the echo's.
 
+``--compare POLICY`` measures the same calls in full pools of two servers, one that evicts by ``lru`` and one that
+evicts by ``POLICY``, in turn on one processor; it fails when the three together take more than 1.15 times as long, by
+their medians.
+
 ``--fairness`` measures how long another client's PROBE waits while one client sends batches of 100,000 keys and
 requests over the limit; it fails when the server worked longer than 10 ms without a look at the others.
 """
@@ -26,7 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +50,14 @@ from maru_core.protocol.codec import column_u8, pack_u32, pack_u64, unpack_u32, 
 from maru_core.testing_server import RunningServer  # noqa: E402
 
 BATCH = 64
+CALLS = ("reserve", "commit", "acquire")
 GRANULE = 4096
 LIMIT = 2.0
 #: Rounds after which the leases that were taken end.
 RELEASE_EVERY = 64
 LONGEST_TURN_MS = 10.0
+#: How long a call may take with another eviction policy, in calls with ``lru``.
+POLICY_LIMIT = 1.15
 
 
 class ProtocolClient:
@@ -130,10 +137,14 @@ class ProtocolClient:
 
 
 @contextmanager
-def maru_serve(folder: Path, granules: int) -> Iterator[RunningServer]:
-    """``maru serve`` on a pool of memory for ``granules`` objects; ends with the block."""
+def maru_serve(folder: Path, granules: int, policy: str | None = None) -> Iterator[RunningServer]:
+    """``maru serve`` on a pool of memory for ``granules`` objects; ends with the block.
+
+    ``policy`` evicts, the server's default for ``None``.
+    """
     size = granules * (GRANULE + 128) + (1 << 20)
-    server = RunningServer.start(folder, {"pool_size": size, "chunk_size": GRANULE})
+    settings: dict[str, int | str] = {"pool_size": size, "chunk_size": GRANULE}
+    server = RunningServer.start(folder, settings | ({"eviction_policy": policy} if policy else {}))
     try:
         yield server
     finally:
@@ -175,7 +186,7 @@ def measure_operations(server: RunningServer, echo_url: str, rounds: int) -> dic
     echo = context.socket(zmq.DEALER)
     echo.connect(echo_url)
     config = MaruConfig.from_mapping({"maru_server_url": server.url}, {})
-    results = {}
+    results: dict[str, dict[str, float]] = {}
 
     def bounce() -> None:
         echo.send(b"12345678")
@@ -183,30 +194,45 @@ def measure_operations(server: RunningServer, echo_url: str, rounds: int) -> dic
 
     with MaruHandler.connect(config, Namespace.of({"purpose": "benchmark"})) as client:
         for phase in ("free", "full"):
-            times: dict[str, list[float]] = {"echo": [], "reserve": [], "commit": [], "acquire": []}
-            leases = []
+            times: dict[str, list[float]] = {"echo": [], **{name: [] for name in CALLS}}
+            rounds_of = Rounds(client, times)
             for number in range(rounds):
-                blob = secrets.token_bytes(32 * BATCH)
-                keys = [blob[at : at + 32] for at in range(0, len(blob), 32)]
                 timed(times["echo"], bounce)
-                grants = timed(times["reserve"], client.reserve, keys, GRANULE, NO_KEY)
-                statuses = timed(times["commit"], client.commit, grants)
-                leases.append(timed(times["acquire"], client.acquire, keys, leading=True))
-                if any(grants.statuses) or any(statuses) or leases[-1].leading != BATCH:
-                    raise RuntimeError("not every key was stored and found: the measurement is void")
-                if number % RELEASE_EVERY == 0 or number == rounds - 1:
-                    # Leases end in the background, which must not happen while something is timed.
-                    for lease in leases:
-                        client.release(lease)
-                    leases.clear()
-                    while client.server_stats()["pools"][0]["leased"]:
-                        time.sleep(0.001)
+                rounds_of.one(number == rounds - 1)
             results[phase] = {name: statistics.median(values) for name, values in times.items()}
         evicted = client.server_stats()["counters"]["evicted"]
     context.destroy(0)
     if evicted < rounds * BATCH // 2:
         raise RuntimeError(f"only {evicted} objects were evicted: the pool was not full, the measurement is void")
     return results
+
+
+class Rounds:
+    """Stores and finds 64 fresh keys a round, noting in ``times`` how long that takes by call."""
+
+    def __init__(self, client: MaruHandler, times: dict[str, list[float]]) -> None:
+        self._client = client
+        self._times = times
+        self._leases: list[Any] = []
+
+    def one(self, last: bool = False) -> None:
+        """A round; leases end after some of them, and after the ``last``."""
+        client, times = self._client, self._times
+        blob = secrets.token_bytes(32 * BATCH)
+        keys = [blob[at : at + 32] for at in range(0, len(blob), 32)]
+        grants = timed(times["reserve"], client.reserve, keys, GRANULE, NO_KEY)
+        statuses = timed(times["commit"], client.commit, grants)
+        lease = timed(times["acquire"], client.acquire, keys, leading=True)
+        if any(grants.statuses) or any(statuses) or lease.leading != BATCH:
+            raise RuntimeError("not every key was stored and found: the measurement is void")
+        self._leases.append(lease)
+        if last or len(self._leases) == RELEASE_EVERY:
+            # Leases end in the background, which must not happen while something is timed.
+            for lease in self._leases:
+                client.release(lease)
+            self._leases.clear()
+            while client.server_stats()["pools"][0]["leased"]:
+                time.sleep(0.001)
 
 
 def bother(url: str) -> None:
@@ -270,6 +296,8 @@ def measure(options: argparse.Namespace) -> Outcome:
     """Operations, or fairness, in a folder of their own."""
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     try:
+        if options.compare is not None:
+            return run_comparison(folder, options.compare, options.rounds)
         return run_fairness(folder) if options.fairness else run_operations(folder, options.rounds)
     finally:
         shutil.rmtree(folder)
@@ -298,6 +326,50 @@ def run_operations(folder: Path, rounds: int) -> Outcome:
     return Outcome(table, results, bounds, [note])
 
 
+def run_comparison(folder: Path, policy: str, rounds: int) -> Outcome:
+    """Table of operations in full pools, by policy."""
+    processors = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, processors[-1:])
+    names = ("lru", policy)
+    times: list[dict[str, list[float]]] = [{name: [] for name in CALLS} for _ in names]
+    with ExitStack() as stack:
+        measured = []
+        for at, name in enumerate(names):
+            place = folder / str(at)
+            place.mkdir(0o700)
+            server = stack.enter_context(maru_serve(place, rounds * BATCH, name))
+            config = MaruConfig.from_mapping({"maru_server_url": server.url}, {})
+            namespace = Namespace.of({"purpose": "benchmark"})
+            measured.append(stack.enter_context(MaruHandler.connect(config, namespace)))
+        os.sched_setaffinity(0, processors[:1])
+        everyone = [Rounds(client, into) for client, into in zip(measured, times, strict=True)]
+        # Once through the pools, which are full then.
+        for phase in range(2):
+            for number in range(rounds):
+                # Whoever comes second finds the processor's caches filled by the other.
+                for rounds_of in everyone if number % 2 else everyone[::-1]:
+                    rounds_of.one(number == rounds - 1)
+            if not phase:
+                for into in times:
+                    for values in into.values():
+                        values.clear()
+        evicted = min(client.server_stats()["counters"]["evicted"] for client in measured)
+    os.sched_setaffinity(0, processors)
+    if evicted < rounds * BATCH // 2:
+        raise RuntimeError(f"only {evicted} objects were evicted: the pools were not full, the measurement is void")
+    medians = [{name: statistics.median(values) for name, values in into.items()} for into in times]
+    for into in medians:
+        into["all three"] = sum(into.values())
+    table = [["full pool, call", "lru, µs", f"{policy}, µs", "ratio"]]
+    for name in medians[0]:
+        lru, ours = medians[0][name], medians[1][name]
+        table.append([name, f"{lru:.1f}", f"{ours:.1f}", f"{ours / lru:.2f}"])
+    ratio = medians[1]["all three"] / medians[0]["all three"]
+    bounds = [Bound(f"all three, {policy} / lru", ratio, POLICY_LIMIT)]
+    figures = dict(zip(names, medians, strict=True))
+    return Outcome(table, figures, bounds, [f"{BATCH} keys per call, medians of {rounds}"])
+
+
 def run_fairness(folder: Path) -> Outcome:
     """Table of latencies, and the longest time that the server did not look at others."""
     with maru_serve(folder, 120_000) as server:
@@ -309,6 +381,7 @@ def run_fairness(folder: Path) -> Outcome:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What to measure, and for how long."""
     parser.add_argument("--rounds", type=int, default=3000, help="rounds per phase, at least 2000 for a valid median")
+    parser.add_argument("--compare", metavar="POLICY", help="measure full pools with this eviction policy and with lru")
     parser.add_argument("--fairness", action="store_true", help="measure fairness instead")
 
 

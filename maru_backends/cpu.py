@@ -23,6 +23,7 @@ import structlog
 from attrs import evolve
 
 from maru_backends.capacity import NO_LIMIT, Available, available_memory, filesystem_type, free_huge_pages, free_space
+from maru_backends.checkup import check_cpu
 from maru_backends.mapped import MappedRegion, map_fd, map_file
 from maru_core.contracts import BackendProvision, PoolPlan, PoolRequest, PoolWish, StorageBackend, one_pool
 from maru_core.errors import BackendError
@@ -177,7 +178,12 @@ class CpuBackend:
 def maru_storage_backends() -> Sequence[BackendProvision]:
     """The ``cpu`` backend."""
     return [
-        BackendProvision(NAME, CpuBackend, summary="shared memory of this host, a file in /dev/shm or maru_pool_path")
+        BackendProvision(
+            NAME,
+            CpuBackend,
+            summary="shared memory of this host, a file in /dev/shm or maru_pool_path",
+            diagnose=check_cpu,
+        )
     ]
 
 
@@ -254,12 +260,20 @@ def _allocate(folder_fd: int, name: str, descriptor: PoolDescriptor) -> CpuPool:
         if os.fstat(fd).st_nlink == 0:
             # Somebody who found the new file before it was locked took it for an orphan (see _turn).
             raise BackendError(f"pool {descriptor.location} was removed while it was made: start again")
+        structlog.get_logger(__name__).info(
+            "pool made", location=descriptor.location, size=descriptor.size, page_size=_page_size(fd)
+        )
         return CpuPool(region, fd)
     except BaseException:
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=folder_fd)
         os.close(fd)
         raise
+
+
+def _page_size(fd: int) -> int:
+    """Bytes of the pages that the file's memory comes in: the huge ones of a hugetlbfs or of a tmpfs that has them."""
+    return os.fstat(fd).st_blksize
 
 
 def _place(fd: int) -> bytes:

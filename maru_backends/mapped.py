@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import stat
 from typing import Final
 
 from maru_core.errors import BackendError
-from maru_core.pool_format import HEADER_SIZE, SUPERBLOCK_SIZE, unpack_superblock
+from maru_core.pool_format import HEADER_SIZE, SUPERBLOCK_SIZE, Superblock, unpack_superblock
 from maru_core.protocol import PoolDescriptor
 
 #: madvise(2) since Linux 5.14, not yet named by Python. Enters pages into the page tables, writable.
 _MADV_POPULATE_WRITE: Final = 23
-#: Bytes per call of madvise, which holds the interpreter for as long as it takes.
-_POPULATE_SLICE: Final = 4 << 20
+#: Bytes per call of madvise, between two looks whether the region was closed.
+_POPULATE_SLICE: Final = 64 << 20
 
 
 class MappedRegion:
@@ -51,16 +52,22 @@ class MappedRegion:
 
     def populate(self, offset: int, length: int) -> None:
         """Take the page faults now: one costs more than copying the page that it is for."""
-        mapping = self._mapping
-        if mapping is None:
+        try:
+            view = memoryview(self.buffer)  # keeps the memory mapped meanwhile
+        except BackendError:
             return
-        end = min(offset + length, len(mapping))
+        # Not mmap.madvise(), which holds the interpreter for as long as it takes: threads of one process populate side
+        # by side.
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        end = min(offset + length, view.nbytes)
         start = max(0, offset) // mmap.PAGESIZE * mmap.PAGESIZE
         for position in range(start, end, _POPULATE_SLICE):
-            try:
-                mapping.madvise(_MADV_POPULATE_WRITE, position, min(_POPULATE_SLICE, end - position))
-            except OSError:  # an older kernel, or memory that cannot be populated: pages are entered as they are used
+            if self._buffer is None:
                 return
+            if madvise(address + position, min(_POPULATE_SLICE, end - position), _MADV_POPULATE_WRITE):
+                return  # an older kernel, or memory that cannot be populated: pages are entered as they are used
 
     def close(self) -> None:
         """Let go of the mapping. The kernel unmaps it when the last ``memoryview`` of it is gone."""
@@ -83,7 +90,7 @@ def map_file(descriptor: PoolDescriptor, keeps: int | None = None) -> MappedRegi
     ``keeps``: a descriptor that the region closes when it is closed.
     """
     location = descriptor.location
-    _check_geometry(descriptor)
+    check_geometry(descriptor)
     try:
         fd = os.open(location, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
@@ -102,16 +109,7 @@ def map_file(descriptor: PoolDescriptor, keeps: int | None = None) -> MappedRegi
     finally:
         os.close(fd)
     with memoryview(mapping) as view:
-        block = unpack_superblock(view[:SUPERBLOCK_SIZE])
-    if block.identity != descriptor.identity:
-        raise BackendError(
-            f"pool {location} is {block.identity.hex()}, the server says {descriptor.identity.hex()}: "
-            "it was made anew, connect again"
-        )
-    geometry = (block.granule, block.entry_count, block.table_offset, block.data_offset)
-    expected = (descriptor.granule, descriptor.entry_count, descriptor.table_offset, descriptor.data_offset)
-    if geometry != expected:
-        raise BackendError(f"pool {location} has geometry {geometry}, the server says {expected}")
+        check_block(unpack_superblock(view[:SUPERBLOCK_SIZE]), descriptor, location)
     return MappedRegion(descriptor, mapping, keeps)
 
 
@@ -123,7 +121,20 @@ def map_fd(fd: int, descriptor: PoolDescriptor) -> mmap.mmap:
         raise BackendError(f"cannot map {descriptor.size} bytes of pool {descriptor.location}: {error}") from error
 
 
-def _check_geometry(descriptor: PoolDescriptor) -> None:
+def check_block(block: Superblock, descriptor: PoolDescriptor, location: str) -> None:
+    """Raise BackendError unless ``block``, found at ``location``, is that of the pool in ``descriptor``."""
+    if block.identity != descriptor.identity:
+        raise BackendError(
+            f"pool {location} is {block.identity.hex()}, the server says {descriptor.identity.hex()}: "
+            "it was made anew, connect again"
+        )
+    geometry = (block.granule, block.entry_count, block.table_offset, block.data_offset)
+    expected = (descriptor.granule, descriptor.entry_count, descriptor.table_offset, descriptor.data_offset)
+    if geometry != expected:
+        raise BackendError(f"pool {location} has geometry {geometry}, the server says {expected}")
+
+
+def check_geometry(descriptor: PoolDescriptor) -> None:
     """Refuse a descriptor whose table or data would lie outside of the pool."""
     d = descriptor
     ends = (d.table_offset + d.entry_count * HEADER_SIZE, d.data_offset + d.entry_count * d.granule)

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, cast, get_args
 
 from attrs import Attribute, field, fields, frozen
 
-from maru_core import logs
+from maru_core import discovery, logs
 from maru_core.address import MAX_SOCKET_PATH, Address
 from maru_core.checksum import Verify
 from maru_core.errors import ConfigError
@@ -223,7 +223,7 @@ class MaruConfig:
     )
     storage_backend: str = _setting("cpu", NAME, "Kind of memory that pools are made of, by plugin name.")
     eviction_policy: str = _setting(
-        "lru", NAME, "Which object goes first when a pool is full, by policy: `lru`, `reuse`, or a plugin's."
+        "reuse", NAME, "Which object goes first when a pool is full, by policy: `reuse`, `lru`, or a plugin's."
     )
     pool_size: int = _setting(
         "4G",
@@ -285,6 +285,12 @@ class MaruConfig:
         256, POSITIVE, "Tokens in one stored chunk; aligned to the engine's block size with a warning.", "tokens"
     )
     eager_map: bool = _setting(True, BOOLEAN, "Map every pool at start rather than at its first use.")
+    pin_pools: bool = _setting(
+        True,
+        BOOLEAN,
+        "Register mapped pools with the GPU's driver, in the background, so that the GPU copies from and to them by "
+        "itself. Only engines with a GPU do; where it cannot be done they go on without, slower.",
+    )
     transfer_engine: str = _setting(
         "auto", NAME, "How bytes move between pages and pools. `auto`: the best that supports the layout."
     )
@@ -350,7 +356,8 @@ class MaruConfig:
 
         ``options``: where ``extra`` is from a command line, the option (``--name``) of each of its keys.
         Keys without the prefix ``maru_`` belong to others and are ignored; an unknown one with it raises ConfigError
-        that names the nearest. An unknown ``MARU_*`` variable is only warned of, because a plugin may read it.
+        that names the nearest. An unknown ``MARU_*`` variable is only warned of, and those that start like
+        ``MARU_DAX_`` belong to the plugin of that name, if one is installed.
         """
         log = logs.get_logger(__name__)
         known = {PREFIX + attribute.name for attribute in settings()}
@@ -363,8 +370,10 @@ class MaruConfig:
             for name, value in environ.items()
             if name.startswith(ENVIRON_PREFIX) and name == name.upper() and name not in OTHER_VARIABLES and value != ""
         }
-        for key in sorted(variables):
-            if key not in known and key not in FORMER_NAMES:
+        unknown = [key for key in sorted(variables) if key not in known and key not in FORMER_NAMES]
+        owned = _plugin_prefixes() if unknown else ()
+        for key in unknown:
+            if not key.startswith(owned):
                 log.warning("unknown_variable", variable=key.upper(), nearest=_nearest(key, known).upper())
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
@@ -457,6 +466,12 @@ def needs_keys(url: str) -> str:
         f"maru_server_url {url}: an address that is not loopback is only used with keys; make some with "
         f"`maru keygen DIR` and set maru_keys to DIR (for a server: `maru serve --keys DIR`)"
     )
+
+
+def _plugin_prefixes() -> tuple[str, ...]:
+    """How settings of installed plugins start, such as ``maru_dax_``; built-ins have no settings of their own."""
+    names = {candidate.name for candidate in discovery.candidates()}.difference(discovery.BUILT_INS)
+    return tuple(f"{PREFIX}{re.sub('[^a-z0-9]', '_', name.lower())}_" for name in names)
 
 
 def settings() -> tuple[Attribute[Any], ...]:

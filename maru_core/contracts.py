@@ -5,18 +5,23 @@ Nothing here needs torch: tensors are opaque to the core (``Any``) and only tran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from attrs import frozen
 
+from maru_core.config import MaruConfig
 from maru_core.errors import BackendError
 from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
 from maru_core.protocol.messages import PoolDescriptor
 
 
 class Region(Protocol):
-    """One pool, mapped into this process. Made by :meth:`StorageBackend.map_region`; thread-safe."""
+    """One pool, mapped into this process. Made by :meth:`StorageBackend.map_region`; thread-safe.
+
+    One with an attribute ``in_place`` that is true lies where the next server makes its pools, which it cannot as long
+    as this is mapped: clients that use nothing of it let go of it when the server is away for some seconds.
+    """
 
     @property
     def descriptor(self) -> PoolDescriptor:
@@ -96,7 +101,11 @@ class PoolRequest:
 
 
 class Pool(Protocol):
-    """A pool as its owner, the server, holds it. Made by :meth:`StorageBackend.create_pool`."""
+    """A pool as its owner, the server, holds it. Made by :meth:`StorageBackend.create_pool`.
+
+    One with a method ``nobody_left()`` is told so before :meth:`destroy` when every client on every host has said
+    goodbye, or is dead for certain or by the operator's word.
+    """
 
     @property
     def region(self) -> Region:
@@ -189,6 +198,69 @@ class TransferEngine(Protocol):
         """Bind to the engine's KV tensors, one per layer in true layer order; raises TransferError."""
 
 
+@frozen
+class Finding:
+    """One thing that ``maru doctor`` says. ``error``: it cannot work as it is configured, and the exit code says so.
+
+    ``subject``: what it is about, such as a path. ``remedy``: a command or setting; empty when there is nothing to do.
+    """
+
+    level: Literal["ok", "note", "warning", "error"]
+    subject: str
+    text: str
+    remedy: str = ""
+
+
+#: Looks at what a backend or engine needs, for ``maru doctor``, with the settings of the environment. It changes
+#: nothing, takes a second at most, and raises nothing for what it finds.
+Diagnose = Callable[[MaruConfig], Sequence[Finding]]
+
+
+@frozen
+class MemorySpan:
+    """``length`` bytes, ``offset`` bytes behind the address that was asked about. ``pinned``: see PinnedMemory."""
+
+    offset: int
+    length: int
+    pinned: bool
+
+
+class PinnedMemory(Protocol):
+    """Which host memory is registered with the device's driver, so that its copy engines reach it without help."""
+
+    def spans(self, address: int, length: int) -> Sequence[MemorySpan]:
+        """The bytes from ``address`` on, cut so that a span lies within one registration or outside of all.
+
+        Together the spans are the whole stretch, in order. Holds until the transfer's call ends, not for longer: pieces
+        are registered, and unregistered between calls, while engines work. A copy that crosses the edge of two spans
+        may be refused by the driver. Takes microseconds.
+        """
+
+
+@runtime_checkable
+class UsesPinnedMemory(Protocol):
+    """A :class:`Transfer` with this method is told once, before its first call, where to ask. For device engines."""
+
+    def use_pinned(self, pinned: PinnedMemory) -> None:
+        """Copy directly only where ``pinned`` says so, elsewhere through memory that the engine locked itself."""
+
+
+class PoolRegistrar(Protocol):
+    """Follows the pools that a handler maps, to register them with a device's driver. Thread-safe; never raises."""
+
+    def region_mapped(self, region: Region) -> None:
+        """A pool was mapped. Returns at once; other threads populate and register it."""
+
+    def region_unmapping(self, region: Region) -> None:
+        """A pool is about to be unmapped. Returns at once.
+
+        Whoever still unregisters it keeps a ``memoryview`` of it, and with that the mapping.
+        """
+
+    def stats(self) -> Mapping[str, int | float | str]:
+        """Figures for the handler's stats. Must not block."""
+
+
 #: A factory is called once, when the thing is first used; it may import what is heavy.
 BackendFactory = Callable[[], StorageBackend]
 EngineFactory = Callable[[], TransferEngine]
@@ -196,21 +268,29 @@ EngineFactory = Callable[[], TransferEngine]
 
 @frozen
 class BackendProvision:
-    """What the hook ``maru_storage_backends`` returns per backend. ``summary``: one line for ``maru plugins``."""
+    """What the hook ``maru_storage_backends`` returns per backend.
+
+    ``summary``: one line for ``maru plugins``. ``diagnose``: what ``maru doctor`` calls, without making the backend.
+    """
 
     name: str
     factory: BackendFactory
     summary: str = ""
+    diagnose: Diagnose | None = None
 
 
 @frozen
 class EngineProvision:
-    """What the hook ``maru_transfer_engines`` returns for each engine. ``auto`` tries higher ``rank`` first."""
+    """What the hook ``maru_transfer_engines`` returns for each engine. ``auto`` tries higher ``rank`` first.
+
+    ``diagnose`` as for backends.
+    """
 
     name: str
     factory: EngineFactory
     rank: int = 0
     summary: str = ""
+    diagnose: Diagnose | None = None
 
 
 class EvictionPolicy(Protocol):

@@ -19,6 +19,7 @@ DISTRIBUTION: Final = "maru-kv"
 #: ``MARU_PLUGINS`` says, and also when Maru runs from a source tree that no installer has seen.
 BUILT_INS: Final[Mapping[str, str]] = {
     "cpu": "maru_backends.cpu",
+    "cxl": "maru_backends.cxl",
     "mixed": "maru_backends.mixed",
     "kernel": "maru_transfer.kernel_plugin",
     "torch-copy": "maru_transfer.torch_copy_plugin",

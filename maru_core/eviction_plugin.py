@@ -24,7 +24,7 @@ def make_reuse(base: int, count: int, clock: Callable[[], float]) -> NewPolicy:
 
 @hookimpl
 def maru_eviction_policies() -> Sequence[PolicyProvision]:
-    """``lru``, the default, and ``reuse``."""
+    """``reuse``, the default, and ``lru``."""
     return [
         PolicyProvision("reuse", make_reuse, summary="what is unlikely to be used again soon goes first"),
         PolicyProvision("lru", make_lru, summary="what was used longest ago goes first"),

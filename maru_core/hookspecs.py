@@ -5,6 +5,10 @@ hint never changes what is stored or loaded: it is told what is about to happen 
 
 Processes: *server* is ``maru serve``; *client* is any process with a handler (with vLLM: the engine core and each
 worker). Hints run in clients only.
+
+The host bounds every hint, see :class:`maru_core.hints.Limits`: a plugin whose hints fail three times, or take too
+long, gets none of them called again in that process, with one warning. ``before_read`` and ``after_read`` have 0.2 ms,
+and one call of 1 s is the last; each other hint is waited for at most 2 s.
 """
 
 from __future__ import annotations
@@ -51,8 +55,9 @@ def maru_eviction_policies() -> Sequence[PolicyProvision] | None:
 def maru_session_opened(name: str, role: str) -> None:
     """A handler got its session.
 
-    Runs in the client, on the thread that connected, after every (re)connection. ``name`` is the engine's name for
-    logs, ``role`` what the session is for (``scheduler``, ``worker``, ``client``). May block for some milliseconds.
+    Runs in the client, on a thread that the one that connected waits for, after every (re)connection. ``name`` is the
+    engine's name for logs, ``role`` what the session is for (``scheduler``, ``worker``, ``client``). May block for some
+    milliseconds.
     """
 
 
@@ -60,8 +65,8 @@ def maru_session_opened(name: str, role: str) -> None:
 def maru_region_mapped(region: Region) -> None:
     """A pool was mapped.
 
-    Runs in the client, once per region, on the thread that mapped it, before the first read or write. May block:
-    population and placement checks belong here.
+    Runs in the client, once per region, on a thread that the one that mapped it waits for, before the first read or
+    write. May block for some milliseconds: population and placement checks start here, on a thread of the plugin's own.
     """
 
 
@@ -87,7 +92,8 @@ def maru_after_read(region: Region, extents: Sequence[ReadExtent]) -> None:
 def maru_region_unmapping(region: Region) -> None:
     """A pool is about to be unmapped; forget the region.
 
-    Runs in the client, once per mapped region, on the thread that closes it. May block for some milliseconds.
+    Runs in the client, once per mapped region, on a thread that the one that closes it waits for. May block for some
+    milliseconds. Memory that the plugin still shows with a ``memoryview`` stays mapped until it lets go.
     """
 
 
@@ -95,5 +101,6 @@ def maru_region_unmapping(region: Region) -> None:
 def maru_hint_stats() -> Mapping[str, int | float | str] | None:
     """Contribute figures to the handler's stats, each name starting with the plugin's own.
 
-    Runs in the client, on the thread that asked for stats. Must not block. ``None``: nothing to report.
+    Runs in the client, on a thread that the one that asked for stats waits for. Must not block. ``None``: nothing to
+    report.
     """

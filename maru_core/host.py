@@ -1,14 +1,16 @@
 """The plugin host: which plugins are loaded, what they provide, and typed, guarded calls of their hooks.
 
-A plugin cannot hurt its host. Whatever it raises, at import, at registration or in a hook, is logged once with its
-name and distribution, its hooks are not called again, and Maru goes on; ``MARU_PLUGINS_STRICT=1`` turns each of these
-into a PluginError. Only KeyboardInterrupt passes, because that one is the user's.
+A plugin cannot hurt its host. Whatever it raises, at import or at registration, is logged once with its name and
+distribution, its hooks are not called, and Maru goes on. Hints may fail a few times and have a time budget, see
+:mod:`maru_core.hints`. ``MARU_PLUGINS_STRICT=1`` turns each of these into a PluginError. Only KeyboardInterrupt passes,
+because that one is the user's.
 """
 
 from __future__ import annotations
 
 import difflib
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -30,20 +32,14 @@ from maru_core.contracts import (
 )
 from maru_core.discovery import Candidate
 from maru_core.errors import BackendError, ConfigError, MaruError, PluginError, TransferError
+from maru_core.hints import HINTS, Hint, HintCalls, Limits, pass_interrupt, show
 from maru_core.plugin import NAME
 from maru_core.plugin_checks import Provision, check_figures, check_implementations, check_methods, check_provisions
 
 Status = Literal["active", "not selected", "duplicate", "failed"]
 
-#: Hooks that run while a handler works; the others run when the host is built.
-HINTS: Final = (
-    "maru_session_opened",
-    "maru_region_mapped",
-    "maru_before_read",
-    "maru_after_read",
-    "maru_region_unmapping",
-    "maru_hint_stats",
-)
+#: Seconds that a plugin may take to be imported and registered before that is a warning: every process pays them.
+_SLOW_START: Final = 1.0
 #: Of several plugins with one name, the one that has it.
 _CLAIMS: Final = ("active", "failed")
 _BACKEND_METHODS: Final = ("plan_pools", "create_pool", "adopt_pool", "map_region")
@@ -56,7 +52,10 @@ _POLICY_METHODS: Final = (
 
 @frozen
 class PluginInfo:
-    """What became of one plugin. ``reason`` says why it is not active; ``provides`` lists ``backend cpu`` and so on."""
+    """What became of one plugin. ``reason`` says why it is not active; ``provides`` lists ``backend cpu`` and so on.
+
+    ``hints``: the device hints that it gives, by hook. ``note``: what is worth telling about an active one.
+    """
 
     name: str
     distribution: str
@@ -66,22 +65,15 @@ class PluginInfo:
     reason: str = ""
     provides: tuple[str, ...] = ()
     built_in: bool = False
-
-
-@frozen
-class _Hint:
-    """One plugin's implementation of one hint."""
-
-    plugin: str
-    function: Callable[..., Any]
-    argnames: tuple[str, ...]
+    hints: tuple[str, ...] = ()
+    note: str = ""
 
 
 class PluginHost:
     """Plugins of one process, as an object: build as many as you like. Thread-safe once built."""
 
-    def __init__(self, settings: PluginSettings) -> None:
-        """An empty host; use :meth:`discover` or :meth:`with_plugins`."""
+    def __init__(self, settings: PluginSettings, limits: Limits = Limits()) -> None:  # noqa: B008 - frozen
+        """An empty host; use :meth:`discover` or :meth:`with_plugins`. ``limits``: what hints may take."""
         self._settings = settings
         self._log = logs.get_logger(__name__)
         self._lock = threading.RLock()
@@ -95,7 +87,9 @@ class PluginHost:
         #: is made.
         self._providers: dict[tuple[str, str], PluginInfo] = {}
         self._made: dict[tuple[str, str], Any] = {}
-        self._hints: dict[str, tuple[_Hint, ...]] = dict.fromkeys(HINTS, ())
+        self._hints: Final = HintCalls(limits, self._hint_failed, self._fail)
+        #: Whether a hook on the hot path is worth the call; looked up once.
+        self._listens: dict[str, bool] = dict.fromkeys(HINTS, False)
 
     @classmethod
     def discover(cls, settings: PluginSettings, *, path: Sequence[str] | None = None) -> PluginHost:
@@ -112,10 +106,15 @@ class PluginHost:
 
     @classmethod
     def with_plugins(
-        cls, plugins: Mapping[str, object], *, built_ins: bool = False, strict: bool = False
+        cls,
+        plugins: Mapping[str, object],
+        *,
+        built_ins: bool = False,
+        strict: bool = False,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
     ) -> PluginHost:
         """A host of these plugin objects (or modules), by name; nothing installed is looked at."""
-        host = cls(PluginSettings(allowed=(), strict=strict))
+        host = cls(PluginSettings(allowed=(), strict=strict), limits)
         if built_ins:
             for name, value in discovery.BUILT_INS.items():
                 host._load(Candidate(name, value, discovery.DISTRIBUTION, "", "source tree", built_in=True))
@@ -128,7 +127,9 @@ class PluginHost:
     def report(self) -> list[PluginInfo]:
         """Every plugin that was found, with what became of it, in the order of registration."""
         with self._lock:
-            return [evolve(info, provides=self._provided_by(info.name)) for info in self._infos]
+            return [
+                evolve(info, provides=self._provided_by(info.name), hints=self._hints_of(info)) for info in self._infos
+            ]
 
     def backends(self) -> dict[str, BackendProvision]:
         """Storage backends by name."""
@@ -172,47 +173,60 @@ class PluginHost:
                 made = provision.factory(base, count, clock)
                 check_methods(f"eviction policy {name}", made(), _POLICY_METHODS)
             except BaseException as error:
-                _pass_interrupt(error)
+                pass_interrupt(error)
                 text = f"eviction policy {name} of plugin {provider.name} ({provider.distribution}) failed"
-                raise ConfigError(f"{text}: {_show(error)}") from error
+                raise ConfigError(f"{text}: {show(error)}") from error
             return made
 
         return make
 
     def session_opened(self, name: str, role: str) -> None:
         """See :func:`maru_core.hookspecs.maru_session_opened`."""
-        self._hint("maru_session_opened", name=name, role=role)
+        self._hints.cold("maru_session_opened", {"name": name, "role": role})
 
     def region_mapped(self, region: Region) -> None:
         """See :func:`maru_core.hookspecs.maru_region_mapped`."""
-        self._hint("maru_region_mapped", region=region)
+        self._hints.cold("maru_region_mapped", {"region": region})
 
     def before_read(self, region: Region, extents: Sequence[ReadExtent]) -> None:
         """See :func:`maru_core.hookspecs.maru_before_read`."""
-        if self._hints["maru_before_read"]:
-            self._hint("maru_before_read", region=region, extents=extents)
+        if self._listens["maru_before_read"]:
+            self._hints.hot("maru_before_read", {"region": region, "extents": extents})
 
     def after_read(self, region: Region, extents: Sequence[ReadExtent]) -> None:
         """See :func:`maru_core.hookspecs.maru_after_read`."""
-        if self._hints["maru_after_read"]:
-            self._hint("maru_after_read", region=region, extents=extents)
+        if self._listens["maru_after_read"]:
+            self._hints.hot("maru_after_read", {"region": region, "extents": extents})
 
     def region_unmapping(self, region: Region) -> None:
         """See :func:`maru_core.hookspecs.maru_region_unmapping`."""
-        self._hint("maru_region_unmapping", region=region)
+        self._hints.cold("maru_region_unmapping", {"region": region})
 
     def hint_stats(self) -> dict[str, int | float | str]:
         """Figures of all plugins, see :func:`maru_core.hookspecs.maru_hint_stats`."""
         merged: dict[str, int | float | str] = {}
-        for plugin, answer in self._hint("maru_hint_stats"):
+        for plugin, answer in self._hints.cold("maru_hint_stats", {}):
             try:
                 merged.update(check_figures(plugin, answer))
             except PluginError as error:
-                self._fail(plugin, str(error), error)
+                self._hints.fail(plugin, str(error), error)
         return merged
+
+    def hint_health(self) -> dict[str, dict[str, int | float | str]]:
+        """What this host saw of each plugin's hints: calls, failures, slow calls, and why they are off."""
+        return self._hints.health()
 
     def _provided_by(self, plugin: str) -> tuple[str, ...]:
         return tuple(f"{kind} {name}" for (kind, name), info in self._providers.items() if info.name == plugin)
+
+    def _hints_of(self, info: PluginInfo) -> tuple[str, ...]:
+        if info.status != "active":
+            return ()
+        return tuple(
+            hook
+            for hook in HINTS
+            if any(i.plugin_name == info.name for i in getattr(self._manager.hook, hook).get_hookimpls())
+        )
 
     def _warn_of_missing(self, found: Iterable[Candidate]) -> None:
         names = {candidate.name for candidate in found}
@@ -238,13 +252,25 @@ class PluginHost:
             return
         if not self._claim(info):
             return
+        started = time.perf_counter()
         try:
             plugin = candidate.load()
-        except BaseException as error:  # noqa: BLE001 - a plugin may raise SystemExit at import; see _pass_interrupt
-            _pass_interrupt(error)
-            self._fail(candidate.name, f"importing {candidate.value} failed: {_show(error)}", error)
+        except BaseException as error:  # noqa: BLE001 - a plugin may raise SystemExit at import; see pass_interrupt
+            pass_interrupt(error)
+            self._fail(candidate.name, f"importing {candidate.value} failed: {show(error)}", error)
             return
         self._register(info, plugin)
+        took = time.perf_counter() - started
+        if took > _SLOW_START and not candidate.built_in:
+            self._note_slow_start(candidate, took)
+
+    def _note_slow_start(self, candidate: Candidate, took: float) -> None:
+        note = f"importing and registering it took {took:.1f} s, in every process; let a factory import what is heavy"
+        with self._lock:
+            for index, info in enumerate(self._infos):
+                if info.name == candidate.name and info.status == "active":
+                    self._infos[index] = evolve(info, note=note)
+        self._log.warning("plugin_slow", plugin=candidate.name, distribution=candidate.distribution, reason=note)
 
     def _claim(self, info: PluginInfo) -> bool:
         """Enter ``info`` in the list; False when an earlier plugin has the name."""
@@ -266,9 +292,9 @@ class PluginHost:
             backends = self._provided(plugin, "maru_storage_backends", BackendProvision)
             engines = self._provided(plugin, "maru_transfer_engines", EngineProvision)
             policies = self._provided(plugin, "maru_eviction_policies", PolicyProvision)
-        except BaseException as error:  # noqa: BLE001 - hooks are foreign code; see _pass_interrupt
-            _pass_interrupt(error)
-            self._fail(info.name, _show(error), error)
+        except BaseException as error:  # noqa: BLE001 - hooks are foreign code; see pass_interrupt
+            pass_interrupt(error)
+            self._fail(info.name, show(error), error)
             return
         self._add(info, "backend", backends, self._backends)
         self._add(info, "engine", engines, self._engines)
@@ -308,8 +334,8 @@ class PluginHost:
             except error_type:
                 raise
             except BaseException as error:
-                _pass_interrupt(error)
-                text = f"{kind} {name} of plugin {provider.name} ({provider.distribution}) failed: {_show(error)}"
+                pass_interrupt(error)
+                text = f"{kind} {name} of plugin {provider.name} ({provider.distribution}) failed: {show(error)}"
                 raise error_type(text) from error
             self._made[kind, name] = made
             return made
@@ -325,21 +351,20 @@ class PluginHost:
     def _collect_hints(self) -> None:
         """Look the hint implementations up once, so that a hook that nobody implements costs nothing."""
         for hook in HINTS:
-            self._hints[hook] = tuple(
-                _Hint(implementation.plugin_name, implementation.function, tuple(implementation.argnames))
+            found = [
+                Hint(implementation.plugin_name, hook, implementation.function, tuple(implementation.argnames))
                 for implementation in reversed(getattr(self._manager.hook, hook).get_hookimpls())
-            )
+            ]
+            self._hints.put(hook, found)
+            self._listens[hook] = bool(found)
 
-    def _hint(self, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
-        """Call every implementation of ``hook``; one that raises is dropped with its plugin."""
-        answers = []
-        for hint in self._hints[hook]:
-            try:
-                answers.append((hint.plugin, hint.function(*[arguments[name] for name in hint.argnames])))
-            except BaseException as error:  # noqa: BLE001 - hints are foreign code; see _pass_interrupt
-                _pass_interrupt(error)
-                self._fail(hint.plugin, f"{hook} raised {_show(error)}", error)
-        return answers
+    def _hint_failed(self, name: str, reason: str, error: BaseException, count: int) -> None:
+        """Tell about a failure after which a plugin's hints go on: the first one; the others are only counted."""
+        if count > 1 and not self._settings.strict:
+            return
+        with self._lock:
+            info = next(i for i in self._infos if i.name == name and i.status in _CLAIMS)
+        self._problem("plugin_hint_failed", info, reason, error)
 
     def _fail(self, name: str, reason: str, error: BaseException | None = None) -> None:
         """Stop calling a plugin and tell about it, once. What it provides and others use already stays."""
@@ -359,13 +384,3 @@ class PluginHost:
             label = f"{info.name} ({info.distribution} {info.version}, {info.location})"
             raise PluginError(f"plugin {label}: {reason}; fatal because MARU_PLUGINS_STRICT is set") from error
         self._log.warning(event, plugin=info.name, distribution=info.distribution, version=info.version, reason=reason)
-
-
-def _pass_interrupt(error: BaseException) -> None:
-    """Raise a real KeyboardInterrupt again. A subclass, like SystemExit, is a plugin's own doing."""
-    if type(error) is KeyboardInterrupt:
-        raise error
-
-
-def _show(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

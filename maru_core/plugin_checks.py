@@ -45,6 +45,9 @@ def check_provisions(hook: str, answer: object, kind: type[Provision]) -> tuple[
             raise PluginError(f"{hook} offers the name {item.name!r}; expected letters, digits, '.', '_' and '-'")
         if not callable(item.factory):
             raise PluginError(f"{hook} offers {item.name} with {item.factory!r} as its factory; expected a callable")
+        diagnose = getattr(item, "diagnose", None)
+        if diagnose is not None and not callable(diagnose):
+            raise PluginError(f"{hook} offers {item.name} with {diagnose!r} as its diagnose; expected a callable")
     return tuple(answer)
 
 

@@ -1,9 +1,9 @@
 """A pytest plugin for tests of Maru and of its plugins: ``pytest -p maru_core.testing``.
 
 Hermetic by default, whatever the caller's shell exports and whatever is installed on the host: no installed plugin is
-discovered, every ``MARU_*`` variable is taken away, and ``MARU_PLUGINS=none`` is exported for the tests and for each
-process that they start. A test that needs the installed plugins says so with ``@pytest.mark.installed_plugins``. A
-test that leaves the environment changed fails.
+discovered, every ``MARU_*`` variable is taken away (but for ``MARU_TEST_*``, which are no settings), and
+``MARU_PLUGINS=none`` is exported for the tests and for each process that they start. A test that needs the installed
+plugins says so with ``@pytest.mark.installed_plugins``. A test that leaves the environment changed fails.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from maru_core.testing_server import RunningServer
 #: Variables that test runners and the standard library set themselves.
 _FOREIGN: Final = ("PYTEST_*", "COV_*", "COVERAGE_*")
 
+#: Begins names of variables that tell tests what they may use; no setting of Maru's is called so.
+_FOR_TESTS: Final = ENVIRON_PREFIX + "TEST_"
+
 _isolation = pytest.StashKey[pytest.MonkeyPatch]()
 
 HostFactory = Callable[..., PluginHost]
@@ -47,9 +50,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Take the caller's settings and installed plugins away, before anything is collected."""
     config.addinivalue_line("markers", "installed_plugins: may discover the plugins that are installed on this host")
+    pytest.register_assert_rewrite("maru_core.testing_backend")
     patch = pytest.MonkeyPatch()
-    for name in [name for name in os.environ if name.startswith(ENVIRON_PREFIX)]:
-        patch.delenv(name)
+    for name in list(os.environ):
+        if name.startswith(ENVIRON_PREFIX) and not name.startswith(_FOR_TESTS):
+            patch.delenv(name)
     patch.setenv("MARU_PLUGINS", "none")
     patch.setattr(discovery, "search_path", lambda: ())
     config.stash[_isolation] = patch

@@ -1,21 +1,22 @@
 """Copies between pages on a device and objects in host memory, by torch, through a staging object on the device.
 
 A staging object has the stored layout, so placement is strided copies within the device and what crosses to the host
-is contiguous: one copy for a whole chunk, one per plane and layer for a part of it.
+is contiguous: one copy for a whole chunk, one per plane and layer for a part of it. :mod:`maru_transfer.crossing` makes
+these copies.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 
-import numpy as np
 import torch
 
+from maru_core.contracts import PinnedMemory
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
+from maru_transfer.crossing import Crossing
 from maru_transfer.plan import Piece, plan_pieces
 from maru_transfer.tensors import group_layers
 
@@ -35,6 +36,7 @@ class DeviceTransfer:
         self._device = layers[0].device
         self._dtype = _INTEGERS[paged.element_size]
         self._asynchronous = self._device.type == "cuda"
+        self._crossing = Crossing(self._device)
         self._groups = []
         for group in group_layers(layers, paged):
             if group.offset % paged.element_size or group.stride % paged.element_size:
@@ -46,13 +48,18 @@ class DeviceTransfer:
             self._groups.append((group, flat))
         self._staging: torch.Tensor | None = None
 
+    def use_pinned(self, pinned: PinnedMemory) -> None:
+        """Copy without a detour only where ``pinned`` says so. See :class:`maru_core.contracts.UsesPinnedMemory`."""
+        self._crossing.pinned = pinned
+
     def load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
         """Objects to pages."""
         pieces = plan_pieces(self._paged, self._stored, block_ids, copies)
         staging = self._stage()
+        flat = staging.view(-1).view(torch.uint8)
         with self._ordered(f"loading {len(copies)} chunks to"):
             for copy, parts in _by_copy(pieces, copies):
-                self._cross(staging, copy, to_device=True)
+                self._crossing.to_device(copy.buffer, flat, self._stretches(copy))
                 for piece in parts:
                     for pages, staged in self._pairs(staging, piece):
                         pages.copy_(staged)
@@ -64,17 +71,20 @@ class DeviceTransfer:
             if copy.buffer.readonly:
                 raise TransferError(f"copy {number} (chunk {copy.chunk}) stores into a read-only buffer")
         staging = self._stage()
+        flat = staging.view(-1).view(torch.uint8)
         with self._ordered(f"storing {len(copies)} chunks from"):
             for copy, parts in _by_copy(pieces, copies):
                 for piece in parts:
                     for pages, staged in self._pairs(staging, piece):
                         staged.copy_(pages)
-                self._cross(staging, copy, to_device=False)
+                self._crossing.to_host(flat, copy.buffer, self._stretches(copy))
+            self._crossing.finish()
 
     def close(self) -> None:
         """Give the staging object back and let go of the tensors."""
         self._staging = None
         self._groups = []
+        self._crossing.close()
 
     def _stage(self) -> torch.Tensor:
         if not self._groups:
@@ -100,22 +110,16 @@ class DeviceTransfer:
                 layers = slice(group.first, group.first + group.count)
                 yield pages, staging[number, layers, piece.token : piece.token + piece.count]
 
-    def _cross(self, staging: torch.Tensor, copy: ChunkCopy, *, to_device: bool) -> None:
-        """Move the copy's tokens between its buffer and the staging object, in contiguous stretches."""
-        host = _tensor_over(copy.buffer, self._dtype).view(self._shape())
-        start = copy.chunk * self._stored.chunk_tokens
+    def _stretches(self, copy: ChunkCopy) -> list[tuple[int, int]]:
+        """The copy's tokens in an object: offset and length in bytes of each contiguous stretch."""
+        stored = self._stored
+        start = copy.chunk * stored.chunk_tokens
         first, last = copy.first - start, copy.last - start
-        if last - first == self._stored.chunk_tokens:
-            stretches = [(host, staging)]
-        else:
-            stretches = [
-                (host[plane, layer, first:last], staging[plane, layer, first:last])
-                for plane in range(self._stored.num_planes)
-                for layer in range(self._stored.num_layers)
-            ]
-        for there, here in stretches:
-            source, target = (there, here) if to_device else (here, there)
-            target.copy_(source, non_blocking=self._asynchronous)
+        if last - first == stored.chunk_tokens:
+            return [(0, stored.nbytes)]
+        token = stored.hidden * stored.element_size
+        rows = stored.num_planes * stored.num_layers
+        return [((row * stored.chunk_tokens + first) * token, (last - first) * token) for row in range(rows)]
 
     @contextmanager
     def _ordered(self, doing: str) -> Iterator[None]:
@@ -124,8 +128,11 @@ class DeviceTransfer:
                 yield
             finally:
                 # Also after an error: no copy may still touch pages or buffers once the call has returned.
-                if self._asynchronous:
-                    torch.cuda.current_stream(self._device).synchronize()
+                try:
+                    if self._asynchronous:
+                        torch.cuda.current_stream(self._device).synchronize()
+                finally:
+                    self._crossing.forget()
         except RuntimeError as error:
             raise TransferError(f"{doing} {self._device} failed: {error}") from error
 
@@ -133,11 +140,3 @@ class DeviceTransfer:
 def _by_copy(pieces: Sequence[Piece], copies: Sequence[ChunkCopy]) -> Iterator[tuple[ChunkCopy, Iterator[Piece]]]:
     for number, parts in groupby(pieces, key=lambda piece: piece.copy):
         yield copies[number], parts
-
-
-def _tensor_over(buffer: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over a buffer that may be read-only, for which torch has no type; only loads read such a one."""
-    if not buffer.readonly:
-        return torch.frombuffer(buffer, dtype=dtype)
-    address = np.frombuffer(buffer, np.uint8).ctypes.data
-    return torch.frombuffer((ctypes.c_uint8 * buffer.nbytes).from_address(address), dtype=dtype)

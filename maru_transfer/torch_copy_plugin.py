@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from maru_core.contracts import EngineProvision, TransferEngine
+from maru_core.config import MaruConfig
+from maru_core.contracts import EngineProvision, Finding, TransferEngine
 from maru_core.plugin import hookimpl
 
 
@@ -15,7 +16,15 @@ def make_engine() -> TransferEngine:
     return TorchCopyEngine()
 
 
+def diagnose(config: MaruConfig) -> Sequence[Finding]:
+    """Whether there is a GPU's driver, and how fast it will get hold of the pools."""
+    from maru_transfer.pinning_findings import diagnose as pinning
+
+    return pinning(config)
+
+
 @hookimpl
 def maru_transfer_engines() -> Sequence[EngineProvision]:
     """The reference engine: correct on any device, hence the last choice of ``auto``."""
-    return [EngineProvision("torch-copy", make_engine, rank=0, summary="plane by plane copies with torch, any device")]
+    summary = "plane by plane copies with torch, any device"
+    return [EngineProvision("torch-copy", make_engine, rank=0, summary=summary, diagnose=diagnose)]

@@ -6,6 +6,7 @@ import click
 
 from maru_core import __version__
 from maru_core.cli.admin import admin
+from maru_core.cli.doctor import doctor
 from maru_core.cli.keygen import keygen
 from maru_core.cli.plugins import plugins
 from maru_core.cli.serve import serve
@@ -21,6 +22,7 @@ def main() -> None:
 main.add_command(serve)
 main.add_command(status)
 main.add_command(plugins)
+main.add_command(doctor)
 main.add_command(keygen)
 main.add_command(admin)
 

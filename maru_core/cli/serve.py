@@ -40,7 +40,7 @@ EXIT_FAILED = 1
 @click.option("--take-over", is_flag=True, help="Use devices whose last users cannot be proven dead: they have ended.")
 @click.option("--granule", metavar="SIZE", help="Allocation granule. [default: 64K]")
 @click.option("--idle-exit", metavar="SECONDS", help="End so long after the last session. [default: never]")
-@click.option("--eviction-policy", metavar="NAME", help="What goes first when a pool is full. [default: lru]")
+@click.option("--eviction-policy", metavar="NAME", help="What goes first when a pool is full. [default: reuse]")
 @click.option("--lease-share", metavar="FRACTION", help="Most of a pool that one session may lease. [default: 0.5]")
 @click.option("--keep-pools", is_flag=True, help="Leave the pools in memory at the end, for the next server.")
 @click.option("--dma-grace", metavar="SECONDS", help="How long devices of a dead client may move bytes. [default: 1]")

@@ -25,6 +25,7 @@ from maru_core.client.session import Requester, Session, open_session
 from maru_core.client.upkeep import Upkeep
 from maru_core.client.values import StoreResult
 from maru_core.config import MaruConfig, PluginSettings
+from maru_core.contracts import PoolRegistrar
 from maru_core.errors import BackendError, MaruError, ProtocolError
 from maru_core.host import PluginHost
 from maru_core.namespace import Namespace
@@ -44,9 +45,18 @@ class MaruHandler(KeyCalls):
     ``asyncio.to_thread``. A lost server is found again, or with ``auto`` started again, by itself.
     """
 
-    def __init__(self, link: Link, upkeep: Upkeep, namespace: Namespace, host: PluginHost, verify: Verify) -> None:
+    def __init__(
+        self,
+        link: Link,
+        upkeep: Upkeep,
+        namespace: Namespace,
+        host: PluginHost,
+        verify: Verify,
+        registrar: PoolRegistrar | None = None,
+    ) -> None:
         """Use :meth:`connect`."""
         super().__init__(link, verify)
+        self._registrar = registrar
         self._upkeep = upkeep
         self._namespace = namespace
         self._host = host
@@ -68,19 +78,21 @@ class MaruHandler(KeyCalls):
         host: PluginHost | None = None,
         pool_granule: int | None = None,
         dma: bool = False,
+        registrar: PoolRegistrar | None = None,
     ) -> MaruHandler:
         """Connect and wait up to ``maru_connect_timeout`` for the first session.
 
         ``role`` (``scheduler``: maps no memory until it is used) and ``name`` are for logs and hints. ``pool_granule``
         is the allocation granule of a server that ``auto`` starts, unless ``maru_chunk_size`` is set. ``dma``: whether
-        devices may move bytes of the pools by themselves, and so for a moment after this process died.
+        devices may move bytes of the pools by themselves, and so for a moment after this process died. ``registrar``
+        is told of every pool that is mapped and unmapped; its figures are in :meth:`stats`.
 
         An absent server leaves the handler down, and it keeps looking. Raises ConfigError (address, keys or runtime
         folder cannot be used), VersionMismatch, BackendError (``auto`` could not start a server), ServerError,
         Unavailable (no file descriptor is left for a socket).
         """
         host = host or PluginHost.discover(PluginSettings.from_environ(os.environ))
-        opener = _Opener(config, namespace, host, role, name, dma)
+        opener = _Opener(config, namespace, host, role, name, dma, registrar)
         if config.server_url == "auto":
             folder = RuntimeDir.open(config.runtime_path)
             url = folder.url
@@ -92,7 +104,7 @@ class MaruHandler(KeyCalls):
         keys = ClientKeys.load(config.keys) if config.keys is not None and url.startswith("tcp:") else None
         link = Link(url, request_timeout=config.request_timeout, keys=keys)
         upkeep = Upkeep(link, opener, ensure, _death_of(url))
-        handler = cls(link, upkeep, namespace, host, config.verify)
+        handler = cls(link, upkeep, namespace, host, config.verify, registrar)
         try:
             upkeep.start(config.connect_timeout)
         except BaseException:
@@ -204,7 +216,7 @@ class MaruHandler(KeyCalls):
         return self.batch_delete([key])[0]
 
     def stats(self) -> dict[str, Any]:
-        """What the server counts, and under ``client`` this handler's connection and what plugins report."""
+        """What the server counts, and under ``client`` this handler's connection and what plugins report and cost."""
         client = {
             "url": self._link.url,
             "epoch": self.epoch,
@@ -213,7 +225,10 @@ class MaruHandler(KeyCalls):
             "checksum_mismatches": self._checks.checksum_mismatches,
             "header_mismatches": self._checks.header_mismatches,
             "plugins": dict(self._host.hint_stats()),
+            "hints": self._host.hint_health(),
         }
+        if self._registrar is not None:
+            client["registration"] = dict(self._registrar.stats())
         return {**self.server_stats(), "client": client}
 
     def close(self) -> None:
@@ -254,7 +269,14 @@ class _Opener:
     """Opens sessions for a link: what HELLO says about this handler, and what follows a new session."""
 
     def __init__(
-        self, config: MaruConfig, namespace: Namespace, host: PluginHost, role: str, name: str, dma: bool
+        self,
+        config: MaruConfig,
+        namespace: Namespace,
+        host: PluginHost,
+        role: str,
+        name: str,
+        dma: bool,
+        registrar: PoolRegistrar | None,
     ) -> None:
         self._config = config
         self._namespace = namespace
@@ -262,6 +284,7 @@ class _Opener:
         self._role = role
         self._name = name
         self._dma = dma
+        self._registrar = registrar
         self._log = logs.get_logger(__name__)
         self._told = False
 
@@ -284,7 +307,7 @@ class _Opener:
         try:
             self._catch_up(link, request, session)
             self._tell_sizes(session)
-            if self._config.eager_map and self._role != "scheduler" and not resumed:
+            if self._config.eager_map and self._role != "scheduler" and (not resumed or session.regions.was_let_go):
                 self._map(session)
             self._host.session_opened(self._name, self._role)
         except BaseException:
@@ -295,7 +318,7 @@ class _Opener:
         return session
 
     def _regions(self, pools: tuple[PoolDescriptor, ...]) -> Regions:
-        return Regions(pools, self._host, self._namespace.digest)
+        return Regions(pools, self._host, self._namespace.digest, self._registrar)
 
     def _catch_up(self, link: Link, request: Requester, session: Session) -> None:
         """Keep the weights epoch over a restart of the server, which starts again at 0.
@@ -342,7 +365,8 @@ class _Opener:
             session.regions.map_all()
         except BackendError as error:
             self._log.warning("pool not mapped; the first use tries again", reason=str(error))
-        else:
+            return
+        if self._registrar is None:  # which populates what it registers
             # Not on the link's own thread, which must go on pinging.
             threading.Thread(target=session.regions.populate, name="maru-populate", daemon=True).start()
 

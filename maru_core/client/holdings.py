@@ -96,6 +96,11 @@ class Holdings:
         self._writing: dict[int, int] = {}
         self._reading: dict[int, Columns] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is held now; more may come at any time."""
+        return not self._writing and not self._reading
+
     def open(self, holder: tuple[int, int], *, resumed: bool) -> None:
         """From here on things are added under ``holder`` (epoch and session); what was there stays if ``resumed``."""
         with self._lock:

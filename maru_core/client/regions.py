@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from maru_core.client.columns import check_place
-from maru_core.contracts import ReadExtent, Region, StorageBackend
+from maru_core.contracts import PoolRegistrar, ReadExtent, Region, StorageBackend
 from maru_core.errors import BackendError, MaruError, StaleEpoch
 from maru_core.pool_format import (
     DIGEST_SIZE,
@@ -26,6 +26,7 @@ from maru_core.pool_format import (
     State,
     unpack_header,
 )
+from maru_core.population import Population
 from maru_core.protocol.messages import NO_ENTRY, PoolDescriptor
 
 #: state, generation, length, (session, checksum), namespace digest: what proves that an object is still there.
@@ -35,8 +36,8 @@ _PROOF_OF_KEY = struct.Struct(f"{_PROOF.format}12x{KEY_SIZE}x{KEY_SIZE}s")
 
 #: Headers up to this many entries apart are acquired at once: a line more costs less than a call.
 _HEADER_GAP = 8
-#: Bytes that are populated between two looks whether the region was closed.
-_POPULATE_STEP = 16 * 1024 * 1024
+#: Seconds between two looks whether the regions were closed while they are populated.
+_LOOK = 0.1
 
 
 class Backends(Protocol):
@@ -61,14 +62,37 @@ class Backends(Protocol):
 class Regions:
     """Pools, mapped when first used or all at once. Thread-safe; after :meth:`close` everything raises StaleEpoch."""
 
-    def __init__(self, pools: Sequence[PoolDescriptor], host: Backends, digest: bytes) -> None:
+    def __init__(
+        self,
+        pools: Sequence[PoolDescriptor],
+        host: Backends,
+        digest: bytes,
+        registrar: PoolRegistrar | None = None,
+    ) -> None:
+        """``registrar``: follows what is mapped and unmapped here."""
         self._pools = tuple(pools)
+        self._registrar = registrar
         self._host = host
         self._digest = digest
         self._lock = threading.Lock()
         self._mapped: dict[int, Region] = {}
         self._closed = False
         self._shared_by_hosts = any(pool.flush for pool in pools)
+        self._let_go = False
+
+    @property
+    def was_let_go(self) -> bool:
+        """Whether :meth:`let_go` unmapped something that was not mapped again since."""
+        return self._let_go
+
+    def let_go(self) -> None:
+        """Unmap pools whose memory is in the way of the next server's; each is mapped again when it is used."""
+        with self._lock:
+            regions = [region for region in self._mapped.values() if getattr(region, "in_place", False)]
+            self._let_go = self._let_go or bool(regions)
+            for region in regions:
+                del self._mapped[region.descriptor.pool]
+        self._unmap(regions)
 
     def map_all(self) -> None:
         """Map every pool; raises BackendError."""
@@ -78,10 +102,11 @@ class Regions:
     def populate(self) -> None:
         """Take the page faults of every mapped pool now, which takes seconds for a large one; ends early on close."""
         for region in list(self._mapped.values()):
-            for offset in range(0, region.descriptor.size, _POPULATE_STEP):
+            population = Population(region)
+            while not population.reach(region.descriptor.size, timeout=_LOOK):
                 if self._closed:
+                    population.stop()
                     return
-                region.populate(offset, _POPULATE_STEP)
 
     def of(self, pool: PoolDescriptor) -> Region:
         """The region of a pool, mapped on first use; raises BackendError, StaleEpoch."""
@@ -95,7 +120,10 @@ class Regions:
             if region is None:
                 region = self._host.backend(pool.backend).map_region(pool)
                 self._host.region_mapped(region)
+                if self._registrar is not None:
+                    self._registrar.region_mapped(region)
                 self._mapped[pool.pool] = region
+                self._let_go = False
             return region
 
     def view(self, entry: int, length: int) -> memoryview:
@@ -115,7 +143,7 @@ class Regions:
         try:
             return region.buffer[offset : offset + length]
         except (ValueError, BackendError):
-            if not self._closed:
+            if not (self._closed or self._let_go):
                 raise
             raise _gone() from None
 
@@ -133,7 +161,7 @@ class Regions:
             for region, offset, length in self._runs(entries, lengths):
                 region.acquire(offset, length)
         except (ValueError, BackendError):
-            if not self._closed:
+            if not (self._closed or self._let_go):
                 raise
             raise _gone() from None
 
@@ -160,7 +188,7 @@ class Regions:
             for region, offset, length in self._runs(entries, lengths):
                 region.publish(offset, length)
         except (ValueError, BackendError):
-            if not self._closed:
+            if not (self._closed or self._let_go):
                 raise
             raise _gone() from None
 
@@ -192,14 +220,10 @@ class Regions:
         first, size, count = entries[0], lengths[0], len(entries)
         pool = check_place(first, size, self._pools)
         pages = -(-size // pool.granule)
-        inside = entries[-1] < pool.entry_base + pool.entry_count
-        if (
-            inside
-            and lengths.count(size) == count
-            and entries == array("I", range(first, first + count * pages, pages))
-        ):
+        even = lengths.count(size) == count and entries == array("I", range(first, first + count * pages, pages))
+        # Neighbours by number, the last of one pool and the first of the next, are no neighbours in memory.
+        if even and check_place(entries[-1], size, self._pools) is pool:
             # The usual case, a whole reservation from free space that is not fragmented.
-            check_place(entries[-1], size, (pool,))
             yield self.of(pool), _offset(pool, first), (count - 1) * pages * pool.granule + size
             return
         low, high = pool.entry_base, pool.entry_base + pool.entry_count
@@ -232,7 +256,7 @@ class Regions:
                 offset = table + entry * HEADER_SIZE
                 verdicts.append(unpack(buffer, offset + HEADER_VIEW_OFFSET) == (ready, generation, length, digest))
         except (ValueError, BackendError, StaleEpoch):
-            if not self._closed:
+            if not (self._closed or self._let_go):
                 raise
             return [False] * len(entries)
         return verdicts
@@ -272,7 +296,7 @@ class Regions:
                 region.acquire(offset, HEADER_SIZE)
             found = _PROOF_OF_KEY.unpack_from(region.buffer, offset + HEADER_VIEW_OFFSET)
         except (ValueError, BackendError, StaleEpoch):
-            if not self._closed:
+            if not (self._closed or self._let_go):
                 raise
             return False
         return found == (State.READY, generation, length, self._digest, key)
@@ -287,7 +311,7 @@ class Regions:
                 region.acquire(offset, HEADER_SIZE)
             return unpack_header(region.buffer[offset : offset + HEADER_SIZE])
         except (ValueError, BackendError):
-            if not self._closed:
+            if not (self._closed or self._let_go):
                 raise
             raise _gone() from None
 
@@ -297,7 +321,13 @@ class Regions:
             self._closed = True
             regions = list(self._mapped.values())
             self._mapped.clear()
+        self._unmap(regions)
+
+    def _unmap(self, regions: Sequence[Region]) -> None:
+        """Of regions that nobody finds here any more."""
         for region in regions:
+            if self._registrar is not None:
+                self._registrar.region_unmapping(region)
             self._host.region_unmapping(region)
             region.close()
 
@@ -307,4 +337,6 @@ def _offset(pool: PoolDescriptor, entry: int) -> int:
 
 
 def _gone() -> StaleEpoch:
-    return StaleEpoch("the pools were unmapped: the server restarted or the handler was closed; look the keys up again")
+    return StaleEpoch(
+        "the pools were unmapped: the server restarted or is away, or the handler was closed; look the keys up again"
+    )

@@ -27,6 +27,8 @@ RESUME_TIMEOUT = 5.0
 #: Seconds between attempts while down, after an ordinary failure and after one that a retry hardly mends.
 RETRY_INTERVAL = 0.1
 RETRY_INTERVAL_REFUSED = 2.0
+#: Seconds without a server after which memory that its successor may need is unmapped if nothing there is in use.
+LET_GO_AFTER = 3.0
 #: Put-off work is collected this many seconds so that it travels together, and most items of it in one message.
 GATHER = 0.001
 GATHER_ITEMS = 10_000
@@ -60,6 +62,7 @@ class Upkeep:
         self._chores: list[Chore] = []
         self._due = 0.0
         self._told: set[str] = set()
+        self._down_since: float | None = None
         self._settled = threading.Event()
         self._fatal: MaruError | None = None
         self._goodbye_to: Session | None = None
@@ -152,6 +155,7 @@ class Upkeep:
                     MaruError(f"the connection to {self._link.url} failed: {type(error).__name__}: {error}")
                 )
                 pause = RETRY_INTERVAL_REFUSED
+            self._let_go()
         self._farewell()
 
     def _gather(self, pause: float) -> None:
@@ -227,6 +231,7 @@ class Upkeep:
     def _went_up(self, session: Session) -> None:
         link = self._link
         self._told.clear()
+        self._down_since = None
         if link.live is not session and not link.closed:
             link.live = session
             if link.closed:  # closed by another thread in between
@@ -234,9 +239,19 @@ class Upkeep:
             resumed = bool(session.lineage)
             link.note("info", "maru link up", url=link.url, epoch=session.epoch, session=session.id, resumed=resumed)
 
+    def _let_go(self) -> None:
+        """A server that is to make other pools in the same memory cannot start while somebody has it mapped."""
+        session, since = self._link.session, self._down_since
+        if session is None or since is None or time.monotonic() - since < LET_GO_AFTER:
+            return
+        if self._link.holdings.is_empty:
+            session.regions.let_go()
+
     def _went_down(self, error: MaruError, level: str = "warning") -> None:
         link = self._link
         link.live = None
+        if self._down_since is None:
+            self._down_since = time.monotonic()
         if link.closed:
             return
         # Calls expect that the server may be away, whatever the reason; those of connect() are raised as they are.

@@ -38,6 +38,17 @@ class Arena:
     objects: int = field(default=0)
     #: Granules per object, of all sizes that there have been.
     sizes: set[int] = field(factory=set)
+    #: The share of ``reserved`` that copies of objects of other pools are being written to.
+    moving: int = 0
+    #: Granules of objects that were evicted here, ever.
+    evicted: int = 0
+    #: Objects that were leased to readers here, that came down from another pool, and that went down; ever.
+    hits: int = 0
+    demoted_in: int = 0
+    demoted_out: int = 0
+    #: Replicas that were made here, ever, and those that are here.
+    promoted_in: int = 0
+    replicas: int = 0
     #: Publishes bytes at an offset of the pool; ``None`` where all who map it are coherent with this host.
     publish: Callable[[int, int], None] | None = None
 

@@ -17,8 +17,9 @@ from maru_core.server.arena import Arena
 from maru_core.server.holdings import EntrySet
 from maru_core.server.index import KeyIndex, tags_of
 from maru_core.server.leases import PRESENCE, Acquired, Leases
+from maru_core.server.moves import Move, Moves
 from maru_core.server.namespaces import Namespaces, NamespaceState
-from maru_core.server.objects import READY, Objects, Postponed
+from maru_core.server.objects import READY, REPLICA, Objects, Postponed
 from maru_core.server.recovery import FindSession, Recovered, Recovery
 from maru_core.server.reservations import Reservations, Reserved, keys_of
 from maru_core.server.room import Room
@@ -33,6 +34,11 @@ class Directory:
     ``lease_share``: the part of a pool that one session may lease. ``ahead_share``: the part of all pools that
     :meth:`make_ahead` keeps free at most. ``epochs``: weights epochs from before, by namespace digest.
     ``namespace_quota``: the most bytes that a namespace may take unless :meth:`set_quota` says otherwise.
+
+    ``arenas`` are in the order in which they are written to. ``demote``: what is used least in one of them moves to a
+    later one, and only the last one loses objects while it has any that may go. ``promote``: what is used again and
+    again in a later one gets a replica in the first. ``read_order``: the places of ``arenas`` in the order in which an
+    object is read from them if it is in several; those that are missing come last, and all are in order by default.
     """
 
     def __init__(
@@ -42,6 +48,9 @@ class Directory:
         ahead_share: float = 0.01,
         epochs: Mapping[bytes, int] | None = None,
         namespace_quota: int | None = None,
+        demote: bool = False,
+        promote: bool = False,
+        read_order: Sequence[int] = (),
     ) -> None:
         self.arenas = list(arenas)
         self.counters = dict.fromkeys(
@@ -56,6 +65,10 @@ class Directory:
                 "deleted",
                 "resets",
                 "damaged",
+                "demoted",
+                "promoted",
+                "replicas_dropped",
+                "moves_dropped",
             ),
             0,
         )
@@ -65,7 +78,11 @@ class Directory:
             self.objects, capacities, epochs, default_quota=namespace_quota, on_forget=self._forget_policies
         )
         self._postponed = Postponed()
-        self._room = Room(self.objects, self.namespaces, self.counters, ahead_share, lease_share)
+        self._room = Room(self.objects, self.namespaces, self.counters, ahead_share, lease_share, demote)
+        self._moves = Moves(self.objects, self.namespaces, self._room, self.counters, demote, promote)
+        self._promote = promote and len(self.arenas) > 1
+        order = list(dict.fromkeys((*read_order, *range(len(self.arenas)))))
+        self._rank = [order.index(number) for number in range(len(self.arenas))]
         self._reservations = Reservations(self.objects, self._room, self._postponed, self.counters)
         self._leases = Leases(self.objects, self._room, self._postponed, self.counters, lease_share)
 
@@ -139,6 +156,27 @@ class Directory:
         self._postponed.settle()
         self._room.make_ahead()
 
+    def has_next_move(self) -> bool:
+        """Whether :meth:`next_move` may find something to do."""
+        return self._moves.is_due()
+
+    def next_move(self) -> Move | None:
+        """Begin to move an object from a pool that is short of room to a later one; for times when nobody waits.
+
+        Whoever has copied the bytes, or failed to, says so with :meth:`finish_move`; the object is found where it was
+        until then. ``None``: there is nothing to move, or enough is in progress. Takes tens of microseconds.
+        """
+        self._postponed.settle()
+        return self._moves.next()
+
+    def finish_move(self, move: Move, copied: bool) -> bool:
+        """The bytes of ``move`` are in their new place, or could not be copied; whether the object is there now.
+
+        Moves are to be finished in the order in which they began.
+        """
+        self._postponed.settle()
+        return self._moves.finish(move, copied)
+
     def reserve(
         self,
         session: Session,
@@ -200,9 +238,22 @@ class Directory:
         self._postponed.settle()
         column = b"".join(keys) if packed is None else packed
         found = session.namespace.index.find(column, tags_of(column))
+        if self.objects.replica:
+            found = self._preferred(found)
         got = self._leases.acquire(session, lease, found, leading)
         self._postponed.add(lambda: self._looked_up(session, column, got[0], got[1], after))
         return got
+
+    def _preferred(self, found: Sequence[int | None]) -> Sequence[int | None]:
+        """The same, but replicas where those are to be read."""
+        objects, rank = self.objects, self._rank
+        chosen = list(found)
+        for at, entry in enumerate(found):
+            if entry is None or (replica := objects.replica.get(entry)) is None:
+                continue
+            if rank[objects.arena_of(replica).number] < rank[objects.arena_of(entry).number]:
+                chosen[at] = replica
+        return chosen
 
     def _looked_up(
         self,
@@ -219,6 +270,8 @@ class Directory:
         if len(self.arenas) == 1:
             self.arenas[0].tenants.looked_up(number, keys, hits, entries[:hits], after)
             return
+        if self._promote:
+            self._moves.used(entries[:hits])
         for arena in self.arenas:
             mine = [entry for entry in entries[:hits] if arena.base <= entry < arena.end]
             arena.tenants.looked_up(number, keys, hits, mine, after)
@@ -244,11 +297,13 @@ class Directory:
         return bytes(statuses)
 
     def evict(self, namespace: NamespaceState, entries: Iterable[int]) -> None:
-        """Drop those of ``entries`` that are READY objects of ``namespace`` which nobody reads."""
+        """Drop those of ``entries`` that are READY objects of ``namespace`` which no session reads."""
         self._postponed.settle()
         objects = self.objects
         for entry in entries:
-            if objects.state[entry] == READY and objects.home[entry] == namespace.number and not objects.readers[entry]:
+            readers = objects.readers[entry] - self._moves.reads(entry)
+            readers += objects.readers[objects.replica[entry]] if entry in objects.replica else 0
+            if objects.state[entry] == READY and objects.home[entry] == namespace.number and not readers:
                 self._room.retire(entry)
                 self.counters["evicted"] += 1
 
@@ -263,11 +318,12 @@ class Directory:
         for at, (entry, generation) in enumerate(zip(entries, generations, strict=True)):
             if (
                 entry < objects.total
-                and objects.state[entry] == READY
+                and objects.state[entry] in (READY, REPLICA)
                 and objects.generation[entry] == generation
                 and objects.home[entry] == home
             ):
-                self._room.retire(entry)
+                # A replica is a copy: what it has wrong, the object may have, too.
+                self._room.retire(objects.original.get(entry, entry))
                 self.counters["damaged"] += 1
             else:
                 statuses[at] = CommitStatus.UNKNOWN

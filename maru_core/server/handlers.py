@@ -7,7 +7,7 @@ executes it, and whatever comes of it becomes a reply.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgpack
 from attrs import define, field
@@ -21,6 +21,7 @@ from maru_core.server import requests, stats
 from maru_core.server.admin import Administration
 from maru_core.server.directory import Directory
 from maru_core.server.life import Access, Proofs, SessionLife
+from maru_core.server.moves import Move
 from maru_core.server.operations import Epochs, Operations
 from maru_core.server.requests import Refusal
 from maru_core.server.sessions import Session, SessionRegistry
@@ -64,6 +65,20 @@ class Task:
 _UNFINISHED = b"unfinished"
 
 
+class Carrier(Protocol):
+    """Who copies bytes from pool to pool (:mod:`maru_core.server.mover`)."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are moves that :meth:`finished` has not returned yet."""
+
+    def begin(self, move: Move) -> None:
+        """Copy the bytes of ``move`` beside the loop."""
+
+    def finished(self) -> tuple[Move, bool] | None:
+        """The next move that is over, in the order in which they began, and whether its bytes are there."""
+
+
 @define(eq=False)
 class Handlers:
     """Executes requests one slice at a time. ``clock`` in seconds, monotonic.
@@ -83,6 +98,8 @@ class Handlers:
     longest_turn: float = 0.0
     #: Bytes of requests in progress.
     running_bytes: int = field(init=False, default=0)
+    #: Where there are several pools and objects are to be moved between them.
+    carrier: Carrier | None = None
     #: Where clients have keys: which of them may use what.
     access: Access | None = None
     _work: Operations = field(init=False)
@@ -241,21 +258,35 @@ class Handlers:
         return self._life.sweep_soon
 
     def settle(self) -> bool:
-        """Finish the bookkeeping of what was just answered, once the replies are sent; whether a pool is short of room.
+        """Finish the bookkeeping of what was just answered, once the replies are sent; whether there is more to do.
 
-        While it is, call :meth:`make_ahead` whenever nobody waits for an answer.
+        While there is, call :meth:`make_ahead` whenever nobody waits for an answer.
         """
         try:
             self.directory.settle()
+            if self.carrier is not None:
+                if (over := self.carrier.finished()) is not None:
+                    # One at a time; the next one when nobody waits.
+                    self.directory.finish_move(*over)
+                    return True
+                if self.directory.has_next_move():
+                    return True
             return self.directory.is_short()
         except Exception as error:  # noqa: BLE001 - the loop outlives any request
             self._failure(0, error)
             return False
 
+    @property
+    def moving(self) -> bool:
+        """Whether bytes are being moved between pools: :meth:`settle` is to be called when they are there."""
+        return self.carrier is not None and self.carrier.busy
+
     def make_ahead(self) -> None:
         """Make a little room for requests to come. Takes tens of microseconds."""
         try:
             self.directory.make_ahead()
+            if self.carrier is not None and (move := self.directory.next_move()) is not None:
+                self.carrier.begin(move)
         except Exception as error:  # noqa: BLE001 - the loop outlives any request
             self._failure(0, error)
 

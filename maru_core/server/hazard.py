@@ -42,13 +42,26 @@ def bin_of(age: float) -> int:
 class Kind:
     """Counts of one kind of thing, and what an object of it is worth by age (``worth``, by bin).
 
-    ``wider``: the kind that it is part of. ``now``: seconds of any steady clock.
+    ``wider``: the kind that it is part of. ``now``: seconds of any steady clock. ``number``: any, for the caller's use.
     """
 
-    __slots__ = ("_begun", "_ended", "_length", "_made", "_rate", "_used", "_waited", "_waiting", "wider", "worth")
+    __slots__ = (
+        "_begun",
+        "_ended",
+        "_length",
+        "_made",
+        "_rate",
+        "_used",
+        "_waited",
+        "_waiting",
+        "number",
+        "wider",
+        "worth",
+    )
 
-    def __init__(self, wider: Kind | None, now: float) -> None:
+    def __init__(self, wider: Kind | None, now: float, number: int = 0) -> None:
         self.wider = wider
+        self.number = number
         self._used = [0.0] * BINS
         self._ended = [0.0] * BINS
         self._waited = [0.0] * BINS

@@ -6,13 +6,13 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from maru_core.protocol.messages import NO_ENTRY, Presence
-from maru_core.server.objects import READY, RESERVED, RETIRING, Objects, Postponed
+from maru_core.server.objects import READY, REPLICA, RESERVED, RETIRING, Objects, Postponed
 from maru_core.server.room import Room
 from maru_core.server.sessions import Session
 
 _ABSENT = int(Presence.ABSENT)
-#: Presence by state of an object that is in an index.
-PRESENCE = {RESERVED: int(Presence.WRITING), READY: int(Presence.READY)}
+#: Presence by state of an object that is in an index, or of its replica.
+PRESENCE = {RESERVED: int(Presence.WRITING), READY: int(Presence.READY), REPLICA: int(Presence.READY)}
 _IS_READY = bytes([READY])
 #: What a lease takes beside an item for each object that it names; a session's items are limited.
 LEASE_COST = 4
@@ -52,9 +52,11 @@ class Leases:
         steps = objects.steps(entries) if entries is not None else None
         if entries is not None and steps is not None and objects.state[steps] == _IS_READY * count:
             # What was stored together lies together, and is usually found together.
-            number = objects.arena_of(entries[0]).number
+            arena = objects.arena_of(entries[0])
+            number = arena.number
             if session.leased_pages[number] + sum(objects.pages[steps]) <= self._limits[number]:
                 self._take(session, lease, entries)
+                arena.hits += count
                 self._counters["hits"] += count
                 return _FOUND * count, entries, objects.generation[steps], objects.length[steps]
         return self._acquire_one_by_one(session, lease, found, leading)
@@ -73,6 +75,8 @@ class Leases:
         entries = _column(hits)
         if hits:
             self._take(session, lease, entries)
+        for arena, part in self._objects.by_arena(entries):
+            arena.hits += len(part)
         self._counters["hits"] += len(hits)
         self._counters["misses"] += count - len(hits)
         generation, length = self._objects.generation, self._objects.length
@@ -194,6 +198,7 @@ class Leases:
             ready = [entry for entry in last if state[entry] == READY]
             arena.tenants.add(session.namespace.number, ready)
             if len(ready) != len(last):
+                arena.tenants.add(session.namespace.number, [entry for entry in last if state[entry] == REPLICA])
                 self._room.free_retired(arena, [entry for entry in last if state[entry] == RETIRING])
 
 

@@ -22,6 +22,8 @@ from maru_core.server.handlers import Handlers, Task
 SWEEP_INTERVAL = 0.5
 #: Longest wait for a message before the loop looks at the clock and at signals, in milliseconds.
 _WAIT_MS = 100
+#: The same while bytes are moved between pools, which is not announced when they are there.
+_MOVE_MS = 1
 #: A message from this size on, in bytes, may take so long that its turn is timed.
 _LARGE = 64 * 1024
 #: Messages that wait per peer in each direction. A peer that does not read loses further replies.
@@ -158,8 +160,12 @@ class ServerLoop:
             if dropping:
                 dropping = self._drop_frames()
             else:
+                busy = bool(tasks) or ahead
+                if not busy and handlers.moving:
+                    busy = True
+                    self._socket.poll(_MOVE_MS)
                 try:
-                    peer = receive(_NOBLOCK if tasks or ahead else 0)
+                    peer = receive(_NOBLOCK if busy else 0)
                     if identify is None:
                         frame = receive()
                     else:

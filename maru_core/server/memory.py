@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from attrs import asdict, frozen
 
 from maru_core import logs
-from maru_core.contracts import PolicyFactory, Pool, PoolPlan, PoolRequest, StorageBackend
+from maru_core.contracts import PolicyFactory, Pool, PoolPlan, PoolRequest, Region, StorageBackend
 from maru_core.errors import BackendError, MaruError
 from maru_core.pool_format import HEADER_SIZE
 from maru_core.protocol.messages import NO_ENTRY
@@ -25,7 +25,7 @@ _PREFAULT = 1 << 20
 class Memory:
     """What the pools are to be. Sizes in bytes; ``owner``, ``shared_by_hosts`` and ``take_over`` as in PoolRequest.
 
-    ``lease_share`` and ``namespace_quota`` as in :class:`Directory`.
+    ``lease_share``, ``namespace_quota``, ``read_order``, ``demote`` and ``promote`` as in :class:`Directory`.
     """
 
     plans: tuple[PoolPlan, ...]
@@ -36,6 +36,14 @@ class Memory:
     lease_share: float
     namespace_quota: int | None
     policy: PolicyFactory
+    read_order: tuple[int, ...] = ()
+    demote: bool = False
+    promote: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether objects move between pools at all."""
+        return len(self.plans) > 1 and (self.demote or self.promote)
 
 
 #: Makes the pool of a plan, or takes it over.
@@ -79,6 +87,11 @@ class Pools:
             publish = pool.region.publish if descriptor.flush else None
             self.arenas.append(Arena.of(number, descriptor, table, memory.policy, publish=publish))
 
+    @property
+    def regions(self) -> list[Region]:
+        """All of them, mapped."""
+        return [pool.region for pool, _ in self._pools]
+
     def prefault(self) -> None:
         """Map the header tables of new pools, which are zero, now rather than in a client's request."""
         for pool, table in self._pools:
@@ -87,20 +100,31 @@ class Pools:
             # The superblock as well: nobody knows of the pool yet.
             pool.region.publish(0, pool.region.descriptor.table_offset + len(table))
 
-    def close(self, keep: bool) -> None:
-        """Let go of all of them; they stay in memory if ``keep``."""
+    def close(self, keep: bool, sessions: SessionRegistry | None = None) -> None:
+        """Let go of all of them; they stay in memory if ``keep``. ``sessions``: of all who may have mapped them."""
+        alone = sessions is not None and not len(sessions)
         for arena in self.arenas:
             arena.headers.release()
         for pool, table in reversed(self._pools):
             table.release()
             if keep:
                 pool.leave()
-            else:
-                pool.destroy()
+                continue
+            if alone and hasattr(pool, "nobody_left"):
+                pool.nobody_left()
+            pool.destroy()
 
 
 def _directory(memory: Memory, pools: Pools, epochs: Mapping[bytes, int]) -> Directory:
-    return Directory(pools.arenas, memory.lease_share, epochs=epochs, namespace_quota=memory.namespace_quota)
+    return Directory(
+        pools.arenas,
+        memory.lease_share,
+        epochs=epochs,
+        namespace_quota=memory.namespace_quota,
+        demote=memory.demote,
+        promote=memory.promote,
+        read_order=memory.read_order,
+    )
 
 
 def start_cold(
@@ -109,10 +133,12 @@ def start_cold(
     epochs: Mapping[bytes, int],
     keep: bool,
     cleanup: ExitStack,
-) -> Directory:
-    """New pools, which ``cleanup`` leaves in memory if ``keep``, else removes.
+    sessions: SessionRegistry,
+) -> tuple[Directory, list[Region]]:
+    """A directory over new pools, and these, which ``cleanup`` leaves in memory if ``keep``, else removes.
 
-    ``epochs``: weights epochs from before. Raises BackendError when there is no room.
+    ``epochs``: weights epochs from before. ``sessions``: those of this server. Raises BackendError when there is no
+    room.
     """
     pools = Pools()
     with ExitStack() as attempt:
@@ -120,8 +146,8 @@ def start_cold(
         pools.add_all(memory, lambda plan, request: backends(plan.backend).create_pool(request))
         pools.prefault()
         attempt.pop_all()
-    cleanup.callback(pools.close, keep)
-    return _directory(memory, pools, epochs)
+    cleanup.callback(pools.close, keep, sessions)
+    return _directory(memory, pools, epochs), pools.regions
 
 
 def start_warm(
@@ -133,8 +159,8 @@ def start_warm(
     earlier: Mapping[int, SessionRecord],
     sessions: SessionRegistry,
     now: float,
-) -> Directory | None:
-    """The directory of a server that was killed, on the same memory; ``None`` when that cannot be, never half.
+) -> tuple[Directory, list[Region]] | None:
+    """Directory and pools of a server that was killed, on the same memory; ``None`` when that cannot be, never half.
 
     ``earlier`` are its sessions, which become awaited ones in ``sessions``, seen at ``now``.
     """
@@ -174,6 +200,6 @@ def start_warm(
                 sessions.close(session)
             return None
         attempt.pop_all()
-    cleanup.callback(pools.close, keep)
+    cleanup.callback(pools.close, keep, sessions)
     log.info("recovered", awaited_sessions=len(sessions.awaited), **asdict(found))
-    return directory
+    return directory, pools.regions

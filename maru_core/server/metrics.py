@@ -34,6 +34,10 @@ _MEANING: Final[Mapping[str, str]] = {
     "evicted": "Objects that made room for others, or that an operator dropped.",
     "aborted": "Reservations that were given back.",
     "deleted": "Objects that clients deleted.",
+    "demoted": "Objects that moved to a lower pool instead of being evicted.",
+    "promoted": "Replicas that were made in the first pool of what is used much in others.",
+    "replicas_dropped": "Replicas that made room, or went with their objects.",
+    "moves_dropped": "Copies to another pool that nobody wanted any more when they were made, or that failed.",
     "resets": "Namespaces that began a new weights epoch.",
     "expired_sessions": "Sessions that ended by the proven death of their owner, or that never attached.",
     "bad_requests": "Messages that were not understood or over a limit.",
@@ -45,6 +49,7 @@ _MEANING: Final[Mapping[str, str]] = {
     "connections_refused": "Connections over the limit, which were hung up on.",
 }
 _SKIPPED: Final = "skipped_"
+_DIRECTIONS: Final = ("demoted_in", "demoted_out", "promoted_in")
 _STATES: Final = ("used", "free", "reserved", "quarantined")
 
 
@@ -101,6 +106,15 @@ def _pools(pools: list[Mapping[str, Any]]) -> Iterator[Metric]:
     capacity = GaugeMetricFamily("maru_pool_capacity_bytes", "Bytes of a pool for objects.", labels=labels)
     leased = GaugeMetricFamily("maru_pool_leased_bytes", "Used bytes of a pool that somebody reads.", labels=labels)
     objects = GaugeMetricFamily("maru_pool_objects", "Objects in a pool.", labels=labels)
+    moving = GaugeMetricFamily(
+        "maru_pool_moving_bytes", "Reserved bytes of a pool that objects of others are being copied to.", labels=labels
+    )
+    replicas = GaugeMetricFamily("maru_pool_replicas", "Replicas in a pool of objects of others.", labels=labels)
+    hits = CounterMetricFamily("maru_pool_hits", "Keys that were leased to a reader in a pool.", labels=labels)
+    evicted = CounterMetricFamily("maru_pool_evicted_bytes", "Bytes of objects evicted from a pool.", labels=labels)
+    moves = CounterMetricFamily(
+        "maru_pool_moves", "Objects that came into a pool and left it.", labels=(*labels, "direction")
+    )
     for pool in pools:
         which = str(pool["pool"]), pool["backend"]
         for state in _STATES:
@@ -108,7 +122,13 @@ def _pools(pools: list[Mapping[str, Any]]) -> Iterator[Metric]:
         capacity.add_metric(which, pool["capacity"])
         leased.add_metric(which, pool["leased"])
         objects.add_metric(which, pool["objects"])
-    yield from (states, capacity, leased, objects)
+        moving.add_metric(which, pool["moving"])
+        replicas.add_metric(which, pool["replicas"])
+        hits.add_metric(which, pool["hits"])
+        evicted.add_metric(which, pool["evicted"])
+        for direction in _DIRECTIONS:
+            moves.add_metric((*which, direction), pool[direction])
+    yield from (states, capacity, leased, objects, moving, replicas, hits, evicted, moves)
 
 
 class MetricsListener:

@@ -15,6 +15,8 @@ from maru_core.protocol.messages import NO_ENTRY
 from maru_core.server.arena import Arena
 
 FREE, RESERVED, READY, RETIRING = (int(state) for state in State)
+#: A replica: its header says READY, but it is in no index and in no prefix tree; what it is a copy of is.
+REPLICA = 1 + max(State)
 
 #: Neighbouring objects of one size: pool, granules per object, first entry, number of objects.
 Run = tuple[Arena, int, int, int]
@@ -62,6 +64,11 @@ class Objects:
         self.parent_generation = array("I", bytes(4 * total))
         #: Tag of the key (:func:`maru_core.server.index.tags_of`); the key itself is in the header.
         self.tag = array("I", bytes(4 * total))
+        #: Links between pools: children that lie in another pool than their parent, by parent.
+        self.cross: dict[int, set[int]] = {}
+        #: The replica of an object in another pool, and the same the other way round.
+        self.replica: dict[int, int] = {}
+        self.original: dict[int, int] = {}
 
     def is_free(self, entry: int) -> bool:
         """Whether there is no object at ``entry``, which may be any number."""
@@ -178,16 +185,74 @@ class Objects:
                 children[elder] += 1
             earlier[key] = entry
 
+    def note_cross(self, entries: Iterable[int]) -> None:
+        """Remember those of ``entries``, which were linked just now, whose parent lies in another pool."""
+        if self._single is not None:
+            return
+        parent = self.parent
+        low = high = 0
+        for entry in entries:
+            if not low <= entry < high:
+                arena = self.arena_of(entry)
+                low, high = arena.base, arena.end
+            elder = parent[entry]
+            if elder != NO_ENTRY and not low <= elder < high:
+                self.cross.setdefault(elder, set()).add(entry)
+
+    def is_top(self, entry: int) -> bool:
+        """Whether all children of ``entry`` lie in other pools than itself; also when it has none."""
+        return self.children[entry] == len(self.cross.get(entry, ()))
+
     def unlink(self, entry: int) -> None:
-        """Its parent, if it is still the object it was, has a child less."""
+        """``entry`` leaves: its parent, if it is still the object it was, has a child less."""
         elder = self.parent[entry]
+        if self.cross:
+            self.cross.pop(entry, None)
         if elder != NO_ENTRY:
             self.parent[entry] = NO_ENTRY
             if self.generation[elder] == self.parent_generation[entry]:
+                if self.cross:
+                    self._uncross(elder, entry)
                 self.drop_child(elder)
 
     def drop_child(self, elder: int) -> None:
         """``elder`` has a child less, and may be evicted after the last one."""
         self.children[elder] -= 1
-        if not self.children[elder]:
+        if not self.children[elder] or (self.cross and self.is_top(elder)):
             self.arena_of(elder).tenants.unpark(self.home[elder], elder)
+
+    def relink(self, old: int, new: int) -> None:
+        """The object at ``old``, all of whose children are in other pools, is at ``new`` from now on."""
+        parent, parent_generation, generation = self.parent, self.parent_generation, self.generation
+        children = self.cross.pop(old, set())
+        for child in children:
+            parent[child], parent_generation[child] = new, generation[new]
+        self.children[new], self.children[old] = len(children), 0
+        self.note_cross(children)
+        elder = parent[old]
+        parent[old] = NO_ENTRY
+        if elder == NO_ENTRY or generation[elder] != parent_generation[old]:
+            return
+        if self.state[elder] not in (RESERVED, READY):
+            return
+        parent[new], parent_generation[new] = elder, generation[elder]
+        self._uncross(elder, old)
+        self.note_cross((new,))
+        if self.is_top(elder):
+            self.arena_of(elder).tenants.unpark(self.home[elder], elder)
+
+    def pair(self, original: int, replica: int) -> None:
+        """``replica`` is a copy of ``original`` from now on, whatever either was before."""
+        self.state[original], self.state[replica] = READY, REPLICA
+        self.replica[original], self.original[replica] = replica, original
+
+    def part(self, replica: int) -> None:
+        """``replica`` is no copy any more; its state is the caller's business."""
+        del self.replica[self.original.pop(replica)]
+
+    def _uncross(self, elder: int, child: int) -> None:
+        links = self.cross.get(elder)
+        if links is not None:
+            links.discard(child)
+            if not links:
+                del self.cross[elder]

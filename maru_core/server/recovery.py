@@ -3,8 +3,9 @@
 Every header that holds is believed: READY objects are served again, RESERVED pages stay with the session that was
 writing them, RETIRING ones stay until nobody can be reading them. A header whose CRC does not hold was being written
 when the server died: nobody had been told of that object yet, or its writer had finished and was not told that it is
-stored. Its pages are free, though not at once (:mod:`.withheld`). Anything else that does not fit together means that
-the table is not what a server leaves behind, and nothing of it is used.
+stored. Its pages are free, though not at once (:mod:`.withheld`). Of two READY objects with one key, which a move to
+another pool leaves for an instant, the one in the pool that is written to first is served. Anything else that does not
+fit together means that the table is not what a server leaves behind, and nothing of it is used.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from maru_core.protocol.messages import NO_ENTRY
 from maru_core.server.allocator import Allocator
 from maru_core.server.arena import Arena
 from maru_core.server.index import tags_of
+from maru_core.server.moves import MOVER
 from maru_core.server.namespaces import Namespaces, NamespaceState
 from maru_core.server.objects import READY, RESERVED, RETIRING, Objects
 from maru_core.server.room import Room
@@ -42,6 +44,8 @@ class Recovered:
     #: Kept until nobody can read them: dropped, reset or deleted before.
     retiring: int = 0
     torn: int = 0
+    #: Copies to another pool that were not finished, which are free at once.
+    half_moved: int = 0
 
 
 class Recovery:
@@ -84,6 +88,11 @@ class Recovery:
                     f"the header of entry {entry} says state {state}, generation {generation}, {length} bytes, which "
                     f"cannot be: entries up to {behind} are taken, the pool ends at {arena.end}"
                 )
+            if state == RESERVED and writer == MOVER:
+                # Half a copy of what is still where it was; whoever made it went with the server.
+                arena.headers.change_state([entry], State.RESERVED, State.FREE)
+                self._found.half_moved += 1
+                continue
             if entry > behind:
                 gaps.append(self._gap(arena, behind, entry, torn))
             behind = entry + pages
@@ -185,4 +194,5 @@ class Recovery:
             if elder != NO_ENTRY:
                 objects.parent_generation[entry] = objects.generation[elder]
                 objects.children[elder] += 1
+        objects.note_cross(linked)
         self._parents.clear()

@@ -166,6 +166,8 @@ class Reservations:
                 objects.link_chain(elders[0], entries, generations)
             elif parents:
                 objects.link(keys, parents, elders, entries)
+            if parents:
+                objects.note_cross(entries)
             for entry in held:
                 objects.drop_child(entry)
             for arena in objects.arenas:

@@ -16,8 +16,9 @@ import heapq
 import math
 from array import array
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import compress, groupby
 from time import monotonic
 from typing import Final
 
@@ -101,14 +102,16 @@ class _Walk:
 class _Places:
     """In which bucket each object of a pool is, by its entry less ``base``.
 
-    ``bucket`` has the bucket's number times two, plus one for a parked object; 0 for one that is not held.
+    ``bucket`` has the bucket's number times two, plus one for a parked object; 0 for one that is not held. ``kind`` has
+    for what is written or read now the number of the kind that it is of when that ends; 0 when that is not known.
     """
 
-    __slots__ = ("base", "bucket", "buckets", "clock", "guard", "held", "last", "policies")
+    __slots__ = ("base", "bucket", "buckets", "clock", "guard", "held", "kind", "last", "policies")
 
     def __init__(self, base: int, count: int, clock: Callable[[], float], trusting: bool) -> None:
         self.base = base
         self.bucket = array("Q", bytes(8 * count))
+        self.kind = array("H", bytes(2 * count))
         #: Buckets with objects that are held or parked, by number; the highest number so far.
         self.buckets: dict[int, _Bucket] = {}
         self.last = 0
@@ -116,6 +119,12 @@ class _Places:
         self.guard = Guard(count, trusting)
         #: Objects that are held or parked, in all namespaces; policies that there were.
         self.held = self.policies = 0
+
+
+def _neighbours(objects: Sequence[int]) -> slice | None:
+    """The slice that names ``objects``, which differ, in any order; ``None`` when there is none."""
+    low = min(objects)
+    return slice(low, low + len(objects)) if max(objects) - low == len(objects) - 1 else None
 
 
 def reuse_policy(base: int, count: int, clock: Callable[[], float] = monotonic, trusting: bool = False) -> NewPolicy:
@@ -137,9 +146,9 @@ class ReusePolicy:
         places.policies += 1
         #: Objects that are held or parked.
         self._held = 0
-        #: Kind of what is written or read now, for when that ends.
-        self._next_kind: dict[int, Kind] = {}
         self._kinds: dict[tuple[int, ...], Kind] = {}
+        #: The same by number; there are about a thousand at most.
+        self._numbered: list[Kind] = [Kind(None, 0.0)]
         self._open: dict[Kind, _Bucket] = {}
         self._buckets: dict[_Bucket, None] = {}
         self._returned = self._new_bucket(Kind(None, 0.0), 0.0)
@@ -169,22 +178,21 @@ class ReusePolicy:
         turn, gap = (walk.turn, walk.gap) if walk is not None else (1, -1.0)
         goes_on = turn > 1
         known = 0
-        for at, key in enumerate(keys):
-            if key in stretches:
-                stretch = stretches.pop(key)
-                stretch.kind.end(stretch.time, now, stretch.length, True)
-                known = at + 1
-                if stretch.whole:
-                    goes_on, turn, gap = True, stretch.turn + 1, now - stretch.time
-                elif walk is None:
-                    goes_on, turn, gap = False, 1, -1.0
+        for at in list(compress(range(len(keys)), map(stretches.__contains__, keys))):
+            stretch = stretches.pop(keys[at])
+            stretch.kind.end(stretch.time, now, stretch.length, True)
+            known = at + 1
+            if stretch.whole:
+                goes_on, turn, gap = True, stretch.turn + 1, now - stretch.time
+            elif walk is None:
+                goes_on, turn, gap = False, 1, -1.0
         known = max(known, found)
-        self._places.guard.looked_up(self._number, keys, found, known, len(entries) == found, after)
+        self._places.guard.looked_up(self._number, keys, entries, found, known, after)
         kind = None
         if known:
             kind = self._kind(_FOUND if goes_on else _SHARED, turn, gap, depth + len(keys), now)
             self._remember(keys[known - 1], _Stretch(kind, now, turn, gap, known, depth + known > 1), now)
-            self._next_kind.update(dict.fromkeys(entries, kind))
+            self._note(entries, kind)
         reached = _Walk(depth + found, depth + len(keys), depth + known, turn, gap, kind)
         self._walk(keys[found - 1] if found else keys[0], reached)
 
@@ -202,22 +210,36 @@ class ReusePolicy:
         now = self._clock()
         walk = self._walk_at(keys, parent)
         asked = max(0, walk.asked - walk.depth) if walk is not None else 0
-        self._places.guard.stored(self._number, keys, [entry == NO_ENTRY for entry in entries], asked, parent)
+        self._places.guard.stored(self._number, keys, entries, asked, parent)
         old = min(len(keys), max(0, walk.known - walk.depth)) if walk is not None and walk.kind is not None else 0
         if old:
             assert walk is not None
             assert walk.kind is not None
-            self._next_kind.update(dict.fromkeys(entries[:old], walk.kind))
+            self._note(entries[:old], walk.kind)
         kind = self._added(walk, len(keys), now)
         depth = (walk.depth if walk is not None else 0) + len(keys)
         turn, gap = (walk.turn, walk.gap) if walk is not None else (1, -1.0)
         if old < len(keys):
-            self._next_kind.update(dict.fromkeys(entries[old:], kind))
+            self._note(entries[old:] if old else entries, kind)
             self._remember(keys[-1], _Stretch(kind, now, turn, gap, len(keys) - old, depth > 1), now)
         if walk is not None:
             self._walks.pop(parent if parent is not None and parent in self._walks else keys[0], None)
         known, asked, read = (walk.known, walk.asked, walk.kind) if walk is not None else (0, 0, None)
         self._walk(keys[-1], _Walk(depth, asked, known, turn, gap, read))
+
+    def _note(self, entries: Sequence[int], kind: Kind) -> None:
+        """``entries``, some of which may be NO_ENTRY, are of ``kind`` as soon as they may be evicted."""
+        if not entries:
+            return
+        column, number, base = self._places.kind, kind.number, self._places.base
+        low, high = min(entries), max(entries)
+        if high - low == len(entries) - 1 and high != NO_ENTRY:
+            # Neighbours, in any order.
+            column[low - base : high + 1 - base] = array("H", [number]) * len(entries)
+            return
+        for entry in entries:
+            if entry != NO_ENTRY:
+                column[entry - base] = number
 
     def _walk_at(self, keys: Sequence[bytes], parent: bytes | None) -> _Walk | None:
         walk = self._walks.get(parent) if parent is not None else None
@@ -254,7 +276,8 @@ class ReusePolicy:
             for count in range(1, len(path) + 1):
                 narrower = self._kinds.get(path[:count])
                 if narrower is None:
-                    narrower = self._kinds[path[:count]] = Kind(kind, now)
+                    narrower = self._kinds[path[:count]] = Kind(kind, now, len(self._numbered))
+                    self._numbered.append(narrower)
                 kind = narrower
             assert kind is not None
         return kind
@@ -263,40 +286,54 @@ class ReusePolicy:
 
     def add(self, entries: Sequence[int]) -> None:
         now = self._clock()
-        take, places, base = self._next_kind.pop, self._places, self._places.base
-        column = places.bucket
-        bucket = unlike = None
-        for entry in entries:
-            kind = take(entry, None)
-            if bucket is None or kind is not unlike:
-                bucket, unlike = self._bucket_at(kind or self._kind(_UNKNOWN, 1, -1.0, 1, now), now), kind
-            at = entry - base
-            if column[at]:
-                self._drop(at)
-            column[at] = 2 * bucket.number
-            bucket.items.append(at)
-            bucket.alive += 1
+        places = self._places
+        column, kinds = places.bucket, places.kind
+        objects = self._objects(entries)
+        if not objects:
+            return
+        place = _neighbours(objects)
+        if any(column[place] if place is not None else [column[at] for at in objects]):
+            self._remove(objects, place)
+        numbers = kinds[place] if place is not None else [kinds[at] for at in objects]
+        if numbers.count(numbers[0]) == len(numbers):
+            groups = [(numbers[0], objects)]
+        else:
+            place = None
+            pairs = groupby(objects, kinds.__getitem__)
+            groups = [(number, list(part)) for number, part in pairs]
+        for number, part in groups:
+            kind = self._numbered[number] if number else self._kind(_UNKNOWN, 1, -1.0, 1, now)
+            bucket = self._bucket_at(kind, now)
+            code = 2 * bucket.number
+            if place is not None:
+                column[place] = array("Q", [code]) * len(part)
+                kinds[place] = array("H", bytes(2 * len(part)))
+            else:
+                for at in part:
+                    column[at] = code
+                    kinds[at] = 0
+            bucket.items.extend(part)
+            bucket.alive += len(part)
         self._held += len(entries)
-        self._places.held += len(entries)
+        places.held += len(entries)
 
     def touch(self, entries: Sequence[int]) -> None:
         places = self._places
-        for entry in entries:
-            code = places.bucket[entry - places.base]
+        for at in self._objects(entries):
+            code = places.bucket[at]
             if code:
-                self._next_kind[entry] = places.buckets[code >> 1].kind
+                places.kind[at] = places.buckets[code >> 1].kind.number
         self.remove(entries)
         self.add(entries)
 
     def remove(self, entries: Sequence[int]) -> None:
-        column, base = self._places.bucket, self._places.base
-        for entry in entries:
-            if column[entry - base]:
-                self._drop(entry - base)
+        objects = self._objects(entries)
+        if objects:
+            self._remove(objects, _neighbours(objects))
 
     def pop(self, count: int, before: int | None = None) -> list[int]:
         victims: list[int] = []
-        self._places.guard.full(self._places.held)
+        count = min(count, max(1, self._places.guard.slack))
         self._popped = {}
         if before is None or before > 0:
             self._take(self._returned, count, victims)
@@ -304,13 +341,22 @@ class ReusePolicy:
             while len(victims) < count and (best := self._best()) is not None:
                 if before is not None and best[0] >= before:
                     break
-                self._take(best[3], count, victims)
+                bucket, before_it = best[3], len(victims)
+                unparked = bool(bucket.first)
+                self._take(bucket, count, victims)
+                if unparked and len(victims) > before_it:
+                    # What these continue is parked perhaps, and must come before what is worth more.
+                    break
         self._until_ranking -= len(victims)
         base = self._places.base
-        return [at + base for at in victims] if base else victims
+        if base:
+            victims = [at + base for at in victims]
+        self._places.guard.evicted(victims)
+        return victims
 
     def put_back(self, entries: Sequence[int]) -> None:
         returned, places = self._returned, self._places
+        places.guard.kept(entries)
         for entry in reversed(entries):
             at = entry - places.base
             places.bucket[at] = 2 * returned.number
@@ -320,6 +366,7 @@ class ReusePolicy:
         self._places.held += len(entries)
 
     def park(self, entry: int) -> None:
+        self._places.guard.kept((entry,))
         at = entry - self._places.base
         bucket = self._popped.get(at, self._returned)
         self._places.buckets[bucket.number] = bucket
@@ -366,9 +413,12 @@ class ReusePolicy:
         column, popped = self._places.bucket, self._popped
         first, items, head = bucket.first, bucket.items, bucket.head
         code, before = 2 * bucket.number, len(victims)
+        only_first = bool(first)
         while bucket.alive and len(victims) < count:
             if first:
                 at = first.pop()
+            elif only_first and len(victims) > before:
+                break
             else:
                 at = items[head]
                 head += 1
@@ -383,22 +433,36 @@ class ReusePolicy:
         if not bucket.alive:
             self._empty(bucket)
 
-    def _drop(self, at: int) -> None:
-        """An object is not held or parked any more."""
+    def _objects(self, entries: Sequence[int]) -> Sequence[int]:
+        base = self._places.base
+        return [entry - base for entry in entries] if base else entries
+
+    def _remove(self, objects: Sequence[int], place: slice | None) -> None:
+        """Those of ``objects``, which differ, that are held or parked are so no more; ``place``: where all are."""
         places = self._places
-        code = places.bucket[at]
-        places.bucket[at] = 0
-        self._held -= 1
-        places.held -= 1
-        bucket = places.buckets[code >> 1]
-        if code & 1:
-            bucket.parked -= 1
+        column = places.bucket
+        if place is not None:
+            codes: Sequence[int] = column[place]
+            column[place] = array("Q", bytes(8 * len(codes)))
         else:
-            bucket.alive -= 1
-        if not bucket.alive:
-            self._empty(bucket)
-        elif len(bucket.items) + len(bucket.first) - bucket.head > 2 * bucket.alive + _MAX_STALE:
-            self._clean(bucket)
+            codes = [column[at] for at in objects]
+            for at in objects:
+                column[at] = 0
+        alike = codes.count(codes[0]) == len(codes)
+        for code, count in ((codes[0], len(codes)),) if alike else Counter(codes).items():
+            if not code:
+                continue
+            self._held -= count
+            places.held -= count
+            bucket = places.buckets[code >> 1]
+            if code & 1:
+                bucket.parked -= count
+            else:
+                bucket.alive -= count
+            if not bucket.alive:
+                self._empty(bucket)
+            elif len(bucket.items) + len(bucket.first) - bucket.head > 2 * bucket.alive + _MAX_STALE:
+                self._clean(bucket)
 
     def _empty(self, bucket: _Bucket) -> None:
         bucket.items, bucket.head, bucket.first = array("I"), 0, []
@@ -459,7 +523,7 @@ class ReusePolicy:
                 kept.append(bucket)
             else:
                 bucket.listed = False
-        stale = [kind for kind in {bucket.kind for bucket in kept} if kind.is_stale(now)]
+        stale = [kind for kind in dict.fromkeys(bucket.kind for bucket in kept) if kind.is_stale(now)]
         for kind in sorted(stale, key=Kind.made)[:_MAX_REFRESHED]:
             kind.refresh(now)
         self._buckets = dict.fromkeys(kept)

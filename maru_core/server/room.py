@@ -2,6 +2,10 @@
 
 An eviction takes time that a client would wait for. So when a pool is full, some room is made while the server has
 nothing else to do: as much as the last batches took, and never more than a small share of the pool.
+
+Of several pools the first one with room is written to. With demotion only the last one loses objects, as long as there
+are any that may go: those of the others move down instead (:mod:`.moves`). Without it all pools lose the same share of
+what they hold.
 """
 
 from __future__ import annotations
@@ -13,9 +17,11 @@ from maru_core.pool_format import State
 from maru_core.protocol.messages import NO_ENTRY
 from maru_core.server.arena import Arena
 from maru_core.server.namespaces import Namespaces, NamespaceState
-from maru_core.server.objects import FREE, READY, RETIRING, Objects, Run
+from maru_core.server.objects import FREE, READY, REPLICA, RETIRING, Objects, Run
 from maru_core.server.withheld import Withheld
 
+#: States of what may be evicted.
+_STORED = (READY, REPLICA)
 #: Victims that may be evicted one after the other without making room for one object before it is skipped.
 _MAX_FRUITLESS = 64
 #: Victims that may be left alone because what is around them stays anyway.
@@ -30,6 +36,8 @@ _SEVERAL = 4
 #: as its reciprocal.
 _MIXED = 64
 _MOST_CRUMBS = 16
+#: Parts of a pool of which one is evicted before it is another pool's turn.
+_TURNS = 16
 #: Room that is made ahead, in batches like the last one.
 _AHEAD_BATCHES = 2
 
@@ -41,7 +49,8 @@ def _nothing_known(arena: Arena) -> None:
 class Room:
     """Allocates in the pools of ``objects``, evicting what is worth least.
 
-    ``ahead_share``: the part of all pools that may be kept free by eviction ahead.
+    ``ahead_share``: the part of all pools that may be kept free by eviction ahead. ``demote``: objects of all pools but
+    the last one move down, so those of the last one are evicted first.
     """
 
     def __init__(
@@ -51,14 +60,21 @@ class Room:
         counters: dict[str, int],
         ahead_share: float,
         lease_share: float,
+        demote: bool = False,
     ) -> None:
         self._objects = objects
         self._namespaces = namespaces
         self._counters = counters
         self._arenas = objects.arenas
         # What no session may lease, nobody could ever read.
-        self._longest = max(int((arena.end - arena.base) * lease_share) * arena.granule for arena in self._arenas)
+        self._longest_of = [int((arena.end - arena.base) * lease_share) * arena.granule for arena in self._arenas]
+        self._longest = max(self._longest_of)
         self._most_ahead = int(sum(arena.end - arena.base for arena in self._arenas) * ahead_share)
+        self._demote = demote and len(self._arenas) > 1
+        #: Bytes per namespace that moves have taken beside what they copy; they do not count against a quota.
+        self.moving: dict[int, int] = {}
+        #: Length in bytes and number of the objects of the last batch.
+        self.demand = (0, 0)
         #: While set nothing is evicted and nothing that was stored is freed: somebody unknown may still read it.
         self.frozen = False
         self.withheld = Withheld()
@@ -93,13 +109,14 @@ class Room:
             over_quota = wanted - count
             if not count:
                 return [], over_quota
-        self._ahead = (length, count)
+        self._ahead = self.demand = (length, count)
         runs: list[Run] = []
-        for arena in self._arenas:
+        arenas = self._arenas if len(self._arenas) == 1 else self._fitting(length)
+        for arena in arenas:
             count -= self._take(arena, length, count, runs, self._spares_crumbs(arena, count))
             if not count:
                 return runs, over_quota
-        for arena in () if self.frozen else self._arenas:
+        for arena in () if self.frozen else self._in_turn(arenas):
             pages = arena.pages_for(length)
             evicted: list[int] = []
             price = worth(arena)
@@ -110,6 +127,72 @@ class Room:
                 count -= self._take(arena, length, count, runs, False)
             self._mark_free(arena, evicted, [run for run in runs if run[0] is arena])
         return runs, over_quota
+
+    def _fitting(self, length: int) -> list[Arena]:
+        """The pools from which an object of ``length`` bytes can be read."""
+        return [arena for arena, longest in zip(self._arenas, self._longest_of, strict=True) if length <= longest]
+
+    def _in_turn(self, arenas: Sequence[Arena]) -> Sequence[Arena]:
+        """``arenas`` in the order in which objects are evicted from them."""
+        if len(arenas) == 1:
+            return arenas
+        if self._demote:
+            return arenas[::-1]
+        # In proportion to their sizes, or what was used long ago would stay in the later ones for ever; but a part of a
+        # pool at a time, so that what is stored together comes to lie together.
+        return sorted(arenas, key=lambda arena: _TURNS * arena.evicted // (arena.end - arena.base))
+
+    def take_below(self, arena: Arena, length: int) -> tuple[Run | None, bool]:
+        """Room for one object of ``length`` bytes in a pool after ``arena``, evicting from the last one if need be.
+
+        Also returns whether there can be any at all.
+        """
+        below = [other for other in self._fitting(length) if other.number > arena.number]
+        runs: list[Run] = []
+        for other in below:
+            if self._take(other, length, 1, runs, False):
+                return runs[0], True
+        if not below or below[-1] is not self._arenas[-1]:
+            return None, bool(below)
+        last = below[-1]
+        evicted: list[int] = []
+        if self._make_room(last, last.pages_for(length), 1, evicted, None):
+            self._take(last, length, 1, runs, False)
+        self._mark_free(last, evicted, runs)
+        return (runs[0] if runs else None), True
+
+    def _may_move_down(self, arena: Arena, entry: int) -> bool:
+        """Whether ``entry``, which may not be evicted because of its children, may be demoted all the same."""
+        return self._demote and arena is not self._arenas[-1] and self._objects.is_top(entry)
+
+    def is_low(self, arena: Arena, coming: int) -> bool:
+        """Whether ``arena`` has less room than batches like the last one take; ``coming`` granules are free soon."""
+        length, count = self.demand
+        pages = arena.pages_for(length)
+        missing = min(_AHEAD_BATCHES * count * pages, self._most_ahead_of(arena)) - arena.free.free - coming
+        return 0 < pages <= missing and not self.frozen
+
+    def take_spare(self, arena: Arena, namespace: NamespaceState, length: int) -> Run | None:
+        """Room for a replica of ``length`` bytes, if there is more than half of what is kept free for new objects."""
+        pages = arena.pages_for(length)
+        wanted, count = self.demand
+        kept = min(_AHEAD_BATCHES * count * arena.pages_for(wanted), self._most_ahead_of(arena)) // 2
+        if self.frozen or arena.free.free - pages < kept or length > self._longest_of[arena.number]:
+            return None
+        if namespace.quota is not None and self._bytes_of(namespace) + pages * arena.granule > namespace.quota:
+            return None
+        runs: list[Run] = []
+        self._take(arena, length, 1, runs, False)
+        return runs[0] if runs else None
+
+    def _most_ahead_of(self, arena: Arena) -> int:
+        return self._most_ahead * (arena.end - arena.base) // self._objects.total
+
+    def drop(self, arena: Arena, victim: int) -> None:
+        """Evict an object that the policy does not hold any more and that nobody reads."""
+        evicted: list[int] = []
+        self._evict(arena, victim, evicted)
+        self._mark_free(arena, evicted, ())
 
     def _spares_crumbs(self, arena: Arena, count: int) -> bool:
         """Whether ``count`` objects rather take the place of others than be scattered over what is left between them.
@@ -153,7 +236,7 @@ class Room:
         if self.frozen:
             return
         length, count = self._ahead
-        for arena in self._arenas:
+        for arena in self._arenas[-1:] if self._demote else self._in_turn(self._arenas):
             pages = arena.pages_for(length)
             missing = self._missing(pages, count)
             if missing >= pages and self._evict_ahead(arena, pages, missing):
@@ -184,7 +267,7 @@ class Room:
                 arena.tenants.put_back(tenant, victims[at:])
                 victims = fitting
                 break
-            objects.unlink(victim)
+            self._leave(arena, victim)
             fitting.append(victim)
             missing -= size
         evicted: list[int] = []
@@ -200,7 +283,7 @@ class Room:
         objects, count = self._objects, len(victims)
         entries = array("I", reversed(victims))
         steps = objects.steps(entries)
-        if steps is None or not pages <= steps.step <= missing // count:
+        if steps is None or objects.replica or not pages <= steps.step <= missing // count:
             return False
         if (
             objects.pages[steps] != array("I", [steps.step]) * count
@@ -218,6 +301,7 @@ class Room:
         namespace.taken[arena.number] -= steps.step * count
         namespace.objects -= count
         namespace.stored_bytes -= sum(objects.length[steps])
+        arena.evicted += steps.step * count
         arena.objects -= count
         arena.used -= steps.step * count
         arena.free.give(entries[0] - arena.base, steps.step * count)
@@ -229,7 +313,19 @@ class Room:
         """Hide a READY object; free it at once unless somebody reads it."""
         objects = self._objects
         arena = objects.arena_of(entry)
+        if entry in objects.replica:
+            self.drop_replica(objects.replica[entry])
         self._hide(arena, entry)
+        self._retire(arena, entry)
+
+    def drop_replica(self, entry: int) -> None:
+        """There is no such replica any more; its pages are free at once unless somebody reads them."""
+        arena = self._objects.arena_of(entry)
+        self._forget_replica(arena, entry)
+        self._retire(arena, entry)
+
+    def _retire(self, arena: Arena, entry: int) -> None:
+        objects = self._objects
         if objects.readers[entry] or self.frozen:
             objects.state[entry] = RETIRING
             arena.headers.change_state([entry], State.READY, State.RETIRING)
@@ -280,9 +376,11 @@ class Room:
             for at, victim in enumerate(victims):
                 if children[victim]:
                     arena.tenants.park(tenant, victim)
+                    if self._may_move_down(arena, victim) and len(spared) < _MAX_SPARED:
+                        spared.append((tenant, victim))
                     continue
                 if sizes[victim] >= pages:
-                    self._objects.unlink(victim)
+                    self._leave(arena, victim)
                     fitting.append(victim)
                     made += sizes[victim] // pages
                 elif len(spared) < _MAX_SPARED and self._is_hemmed_in(arena, victim, pages):
@@ -316,23 +414,32 @@ class Room:
         return arena.tenants.pop(count, None if price is None else price + 1)
 
     def _bytes_of(self, namespace: NamespaceState) -> int:
-        """Bytes of the granules that ``namespace`` has taken."""
-        return sum([pages * arena.granule for pages, arena in zip(namespace.taken, self._arenas, strict=True)])
+        """Bytes of the granules that ``namespace`` has taken, without copies that are being made."""
+        taken = sum([pages * arena.granule for pages, arena in zip(namespace.taken, self._arenas, strict=True)])
+        return taken - self.moving.get(namespace.number, 0)
 
     def _within_quota(self, namespace: NamespaceState, quota: int, length: int, count: int) -> int:
         """For how many of ``count`` objects the quota has room, after evicting objects of the namespace itself."""
         size = self._arenas[0].pages_for(length) * self._arenas[0].granule
         count = min(count, quota // size)
-        for arena in () if self.frozen else self._arenas:
+        for arena in () if self.frozen else self._in_turn(self._arenas):
             evicted: list[int] = []
+            tops: list[int] = []
             while (excess := self._bytes_of(namespace) + count * size - quota) > 0:
-                if not self._evict_of(namespace, arena, -(-excess // arena.granule), evicted):
+                if not self._evict_of(namespace, arena, -(-excess // arena.granule), evicted, tops):
                     break
+            for entry in reversed(tops):
+                arena.tenants.unpark(namespace.number, entry)
             self._mark_free(arena, evicted, ())
         return max(0, min(count, (quota - self._bytes_of(namespace)) // size))
 
-    def _evict_of(self, namespace: NamespaceState, arena: Arena, pages: int, evicted: list[int]) -> bool:
-        """Evict a batch of objects of ``namespace``, ``pages`` granules at best; whether there was a victim."""
+    def _evict_of(
+        self, namespace: NamespaceState, arena: Arena, pages: int, evicted: list[int], tops: list[int]
+    ) -> bool:
+        """Evict a batch of objects of ``namespace``, ``pages`` granules at best; whether there was a victim.
+
+        Those that are left alone and may be demoted are added to ``tops``, unless there are many.
+        """
         objects = self._objects
         victims = arena.tenants.pop_of(namespace.number, min(pages, _BATCH))
         fitting: list[int] = []
@@ -342,8 +449,10 @@ class Room:
                 break
             if objects.children[victim]:
                 arena.tenants.park(namespace.number, victim)
+                if len(tops) < _MAX_SPARED and self._may_move_down(arena, victim):
+                    tops.append(victim)
                 continue
-            objects.unlink(victim)
+            self._leave(arena, victim)
             fitting.append(victim)
             pages -= objects.pages[victim]
         self._evict_all(arena, fitting, evicted)
@@ -356,15 +465,23 @@ class Room:
         objects = self._objects
         state, tags, pages, length = objects.state, objects.tag, objects.pages, objects.length
         namespace = self._namespaces.by_number[objects.home[victims[0]]]
-        namespace.forget_all([tags[entry] for entry in victims], victims)
-        namespace.objects -= len(victims)
-        namespace.stored_bytes -= sum([length[entry] for entry in victims])
-        namespace.taken[arena.number] -= sum([pages[entry] for entry in victims])
+        losses = victims
+        if objects.original:
+            losses = [entry for entry in victims if state[entry] != REPLICA]
+            for entry in victims:
+                if state[entry] == REPLICA:
+                    self._forget_replica(arena, entry)
+        namespace.forget_all([tags[entry] for entry in losses], losses)
+        namespace.objects -= len(losses)
+        namespace.stored_bytes -= sum([length[entry] for entry in losses])
+        gone = sum([pages[entry] for entry in victims])
+        namespace.taken[arena.number] -= gone
+        arena.evicted += gone
         for entry in victims:
             state[entry] = FREE
         evicted += victims
-        arena.objects -= len(victims)
-        self._counters["evicted"] += len(victims)
+        arena.objects -= len(losses)
+        self._counters["evicted"] += len(losses)
         # Neighbours go back in one piece.
         end = begin = -1
         for entry in sorted(victims):
@@ -379,8 +496,14 @@ class Room:
 
     def _evict(self, arena: Arena, entry: int, evicted: list[int]) -> tuple[int, int]:
         """Drop an object that the policy does not hold any more; returns the free run it became part of."""
-        self._hide(arena, entry)
-        self._counters["evicted"] += 1
+        if entry in self._objects.replica:
+            self._leave_to_replica(arena, entry)
+        if self._objects.state[entry] == REPLICA:
+            self._forget_replica(arena, entry)
+        else:
+            self._hide(arena, entry)
+            self._counters["evicted"] += 1
+        arena.evicted += self._objects.pages[entry]
         evicted.append(entry)
         return self._give(arena, entry)
 
@@ -404,7 +527,7 @@ class Room:
         objects = self._objects
         state, readers = objects.state, objects.readers
         room = self._neighbours(
-            arena, entry, objects.pages[entry], pages, lambda other: state[other] == READY and not readers[other]
+            arena, entry, objects.pages[entry], pages, lambda other: state[other] in _STORED and not readers[other]
         )
         return room is None
 
@@ -440,7 +563,38 @@ class Room:
 
     def _evictable(self, entry: int) -> bool:
         objects = self._objects
-        return objects.state[entry] == READY and not objects.readers[entry] and not objects.children[entry]
+        return objects.state[entry] in _STORED and not objects.readers[entry] and not objects.children[entry]
+
+    def _leave(self, arena: Arena, entry: int) -> None:
+        """``entry``, which has no children, is about to be evicted: it leaves the prefix tree."""
+        if entry in self._objects.replica:
+            self._leave_to_replica(arena, entry)
+        self._objects.unlink(entry)
+
+    def _leave_to_replica(self, arena: Arena, entry: int) -> None:
+        """``entry`` is about to be evicted: it and its replica change roles, if that can still be found."""
+        objects = self._objects
+        replica = objects.replica[entry]
+        namespace = self._namespaces.by_number[objects.home[entry]]
+        key = bytes(arena.headers.key(entry))
+        if namespace.index.get(key) != entry:
+            self.drop_replica(replica)
+            return
+        namespace.index.remove(objects.tag[entry], entry)
+        namespace.index.enter(key, objects.tag[entry], replica)
+        objects.relink(entry, replica)
+        objects.part(replica)
+        objects.pair(replica, entry)
+        other = objects.arena_of(replica)
+        other.objects += 1
+        other.replicas -= 1
+        arena.objects -= 1
+        arena.replicas += 1
+
+    def _forget_replica(self, arena: Arena, entry: int) -> None:
+        self._objects.part(entry)
+        arena.replicas -= 1
+        self._counters["replicas_dropped"] += 1
 
     def _hide(self, arena: Arena, entry: int) -> None:
         objects = self._objects

@@ -32,6 +32,7 @@ from maru_core.server.listening import KeyWatch, authenticator, listen
 from maru_core.server.liveness import SessionLocks
 from maru_core.server.loop import ServerLoop
 from maru_core.server.memory import Memory, start_cold, start_warm
+from maru_core.server.mover import Mover
 from maru_core.server.sessions import SessionRegistry
 from maru_core.server.weights import WeightsFile
 
@@ -125,6 +126,9 @@ def run_server(
             settings.lease_share,
             settings.namespace_quota,
             settings.eviction_policy,
+            settings.read_order,
+            settings.demote,
+            settings.promote,
         )
         sessions = SessionRegistry(len(settings.pools), lambda: secrets.randbits(63))
         sessions.most = places()
@@ -132,15 +136,19 @@ def run_server(
         # What is built here lives as long as the server: looking for garbage in it takes longer than building it.
         gc.disable()
         cleanup.callback(gc.enable)
-        directory = start_warm(memory, backends, epochs, keep, cleanup, earlier, sessions, now)
-        if directory is None:
+        started = start_warm(memory, backends, epochs, keep, cleanup, earlier, sessions, now)
+        if started is None:
             for session in earlier:
                 locks.remove(session)
-            directory = start_cold(memory, backends, epochs, keep, cleanup)
+            started = start_cold(memory, backends, epochs, keep, cleanup, sessions)
+        directory, regions = started
         epoch = secrets.randbits(63) | 1
         handlers = Handlers(
             directory, sessions, locks, weights, epoch, os.getpid(), time.monotonic, settings.dma_grace, access=keys
         )
+        if memory.moves:
+            handlers.carrier = mover = Mover(regions)
+            cleanup.callback(mover.close)
         context: zmq.Context[zmq.Socket[bytes]] = cleanup.enter_context(zmq.Context())
         chores: list[Callable[[], None]] = [weights.retry, keeper]
         if keys is not None:

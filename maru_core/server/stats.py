@@ -37,6 +37,13 @@ def collect(
                 "quarantined": quarantined * granule,
                 "leased": arena.leased * granule,
                 "objects": arena.objects,
+                "moving": arena.moving * granule,
+                "hits": arena.hits,
+                "evicted": arena.evicted * granule,
+                "demoted_in": arena.demoted_in,
+                "demoted_out": arena.demoted_out,
+                "promoted_in": arena.promoted_in,
+                "replicas": arena.replicas,
             }
         )
     return {

@@ -11,6 +11,7 @@ from attrs import frozen
 from maru_core import logs
 from maru_core.client import MaruHandler
 from maru_core.config import MaruConfig, PluginSettings
+from maru_core.contracts import PoolRegistrar, UsesPinnedMemory
 from maru_core.errors import TransferError
 from maru_core.geometry import ObjectLayout, PagedLayout
 from maru_core.host import PluginHost
@@ -21,6 +22,8 @@ from maru_integrations.vllm.cpu_isa import cpu_attention_isa
 from maru_integrations.vllm.identity import namespace_of
 from maru_integrations.vllm.layout import describe_layout
 from maru_integrations.vllm.worker import Link
+from maru_transfer.cuda_driver import CudaDriver
+from maru_transfer.pinning import HeldTransfer, PinnedPools
 
 #: Largest allocation granule that is derived from the KV geometry, in bytes.
 _MAX_GRANULE = 2 * 1024 * 1024
@@ -97,7 +100,7 @@ def granule_for(object_bytes: int) -> int:
     return granule
 
 
-def connect(plan: Plan, role: str, device: str = "cpu") -> MaruHandler:
+def connect(plan: Plan, role: str, device: str = "cpu", registrar: PoolRegistrar | None = None) -> MaruHandler:
     """A session for this process, whose KV is on ``device``. Without a server the handler is down and keeps trying."""
     host = PluginHost.discover(plan.plugins)
     return MaruHandler.connect(
@@ -108,7 +111,16 @@ def connect(plan: Plan, role: str, device: str = "cpu") -> MaruHandler:
         host=host,
         pool_granule=plan.granule,
         dma=device != "cpu",
+        registrar=registrar,
     )
+
+
+def pinned_pools(config: MaruConfig, device: Any) -> PinnedPools | None:
+    """What registers pools with the driver of ``device``; ``None`` when it is none, or that is switched off."""
+    if device.type != "cuda" or not config.pin_pools:
+        return None
+    number = device.index or 0
+    return PinnedPools(lambda: CudaDriver(number))
 
 
 def describe(plan: Plan, vllm_config: Any, caches: Mapping[str, Any]) -> tuple[PagedLayout, list[Any]]:
@@ -150,6 +162,15 @@ def open_link(plan: Plan, paged: PagedLayout, layers: list[Any]) -> Link:
             continue
         log.info("maru.transfer_engine", chosen=provision.name, asked=wanted, passed_over=passed)
         transfer = engine.open(layers, paged, plan.stored)
-        return Link(connect(plan, "worker", device), transfer, plan.stored)
+        pools = pinned_pools(plan.config, layers[0].device)
+        if pools is not None:
+            if isinstance(transfer, UsesPinnedMemory):
+                transfer.use_pinned(pools)
+            transfer = HeldTransfer(transfer, pools)
+        try:
+            return Link(connect(plan, "worker", device, pools), transfer, plan.stored)
+        except BaseException:
+            transfer.close()
+            raise
     known = sorted(host.engines())
     raise TransferError(f"maru_transfer_engine={wanted!r}: none of {known} can serve this engine: {passed}")

@@ -4,7 +4,7 @@ import pytest
 
 from maru_core.contracts import PoolRequest, StorageBackend
 from maru_core.fakes import FakeBackend
-from tests.backends.contract import BackendContract
+from maru_core.testing_backend import BackendContract
 
 
 class TestFake(BackendContract):

@@ -173,6 +173,14 @@ def test_plugins_lists_the_built_ins() -> None:
     assert "cpu" in [plugin["name"] for plugin in listed]
 
 
+def test_what_plugins_tells_beside_its_list_is_not_in_the_list() -> None:
+    """Warnings go to stderr: what reads the list as JSON is not disturbed."""
+    command = [sys.executable, "-m", "maru_core.cli", "plugins", "--json"]
+    run = subprocess.run(command, env=os.environ | {"MARU_PLUGINS": "typo"}, capture_output=True, text=True)
+    assert "typo" in run.stderr
+    assert "cpu" in [plugin["name"] for plugin in json.loads(run.stdout)]
+
+
 def test_version_and_help() -> None:
     assert "0." in maru("--version").output
     for command in ("serve", "status", "plugins", "keygen", "admin"):

@@ -69,6 +69,16 @@ def test_equal_objects_in_a_row_are_published_at_once() -> None:
     assert regions.of(first).published == [(start, 4 * GRANULE + 5000)]  # type: ignore[attr-defined, arg-type]
 
 
+@pytest.mark.parametrize("lengths", [[GRANULE] * 4, [GRANULE] * 3 + [GRANULE - 1]])
+def test_neighbours_by_number_in_two_pools_are_two_runs(lengths: list[int]) -> None:
+    regions, (first, second) = two_pools()
+    base = second.entry_base  # type: ignore[attr-defined]
+    regions.publish(array("I", range(base - 2, base + 2)), lengths)
+    above, below = (first.data_at(base - 2), 2 * GRANULE), (second.data_at(base), sum(lengths[2:]))  # type: ignore[attr-defined]
+    assert regions.of(first).published == [above]  # type: ignore[attr-defined, arg-type]
+    assert regions.of(second).published == [below]  # type: ignore[attr-defined, arg-type]
+
+
 def test_a_view_never_leaves_its_pool() -> None:
     regions, (first, _) = two_pools()
     last = first.entry_count - 1  # type: ignore[attr-defined]
@@ -176,6 +186,47 @@ def test_keys_that_were_not_found_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("hosts", [True, False])
+def test_what_is_given_up_is_written_back_only_where_hosts_share_the_pool(hosts: bool) -> None:
+    backend = FakeBackend()
+    request = PoolRequest(0, 1 << 18, GRANULE, 0, None, "t0", shared_by_hosts=hosts)
+    pool = backend.create_pool(request).region.descriptor
+    regions = Regions([pool], PluginHost.with_plugins({"fake": backend}), bytes(16))
+    regions.settle([2], [100])  # not mapped: nothing can have been written
+    assert regions._mapped == {}
+    regions.map_all()
+    regions.settle([2], [100])
+    assert regions.of(pool).published == ([(pool.data_at(2), 100)] if hosts else [])  # type: ignore[attr-defined]
+    regions.settle([10**6], [1])
+    regions.settle_reserved([10**6])
+    regions.close()
+    regions.settle([2], [100])
+    regions.settle_reserved([2])
+
+
+def test_only_what_is_in_the_way_is_let_go_and_it_is_mapped_again_when_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    regions, (first, second) = two_pools()
+    stays, goes = regions.of(first), regions.of(second)  # type: ignore[arg-type]
+    goes.in_place = True  # type: ignore[attr-defined]
+    assert not regions.was_let_go
+    entry = first.entry_count  # type: ignore[attr-defined]
+    regions.let_go()
+    assert regions.was_let_go
+    assert (stays.closed, goes.closed) == (False, True)  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        # A call that had found the region before it was let go.
+        patch.setattr(regions, "of", lambda pool: goes)
+        with pytest.raises(StaleEpoch, match="unmapped"):
+            regions.view(entry, 1)
+        assert regions.verify([entry], [1], [1]) == [False]
+    assert len(regions.view(entry, 1)) == 1
+    assert regions.of(second) is not goes  # type: ignore[arg-type]
+    assert regions.of(first) is stays  # type: ignore[arg-type]
+    assert not regions.was_let_go
+    regions.close()
+    regions.let_go()
+
+
+@pytest.mark.parametrize("hosts", [True, False])
 def test_caches_are_only_minded_where_hosts_share_the_pool(hosts: bool) -> None:
     backend = FakeBackend()
     request = PoolRequest(0, 1 << 18, GRANULE, 0, None, "t0", shared_by_hosts=hosts)
@@ -195,3 +246,30 @@ def test_caches_are_only_minded_where_hosts_share_the_pool(hosts: bool) -> None:
     regions.close()
     regions.settle([2], [100])
     regions.settle_reserved([2])
+
+
+def test_a_registrar_hears_of_pools_while_they_are_mapped() -> None:
+    told: list[tuple[str, int]] = []
+
+    class Registrar:
+        def region_mapped(self, region: Region) -> None:
+            told.append(("mapped", region.buffer.nbytes))
+
+        def region_unmapping(self, region: Region) -> None:
+            told.append(("unmapping", region.buffer.nbytes))
+
+        def stats(self) -> dict[str, int]:
+            return {}
+
+    backend = FakeBackend()
+    requests = [PoolRequest(number, 1 << 18, GRANULE, number * 1000, None, f"t{number}") for number in range(2)]
+    pools = [backend.create_pool(request).region.descriptor for request in requests]
+    regions = Regions(pools, PluginHost.with_plugins({"fake": backend}), bytes(16), Registrar())
+    assert told == []
+    regions.map_all()
+    regions.map_all()
+    sizes = [pool.size for pool in pools]
+    assert told == [("mapped", size) for size in sizes]
+    regions.close()
+    regions.close()
+    assert told[2:] == [("unmapping", size) for size in sizes]

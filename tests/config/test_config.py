@@ -1,6 +1,7 @@
 """One place parses every setting; a wrong one stops the start and says how to put it right."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from maru_core import discovery
 from maru_core.config import FORMER_NAMES, PREFIX, MaruConfig, PluginSettings, settings
 from maru_core.errors import ConfigError
+from tests.host.vendor import install
 
 KEYS = [PREFIX + attribute.name for attribute in settings()]
 
@@ -62,6 +65,20 @@ def test_an_unknown_variable_is_warned_of_with_the_nearest() -> None:
             "nearest": "MARU_POOL_SIZE",
         }
     ]
+
+
+def test_variables_of_an_installed_plugin_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the list allows it or not: nothing is imported to find out."""
+    install(tmp_path, "acme", {"Acme-Disk": "no_such_module", "cpu": "no_such_module"}, {})
+    variables = {"MARU_ACME_DISK_DEPTH": "4", "MARU_ACME_DEPTH": "4", "MARU_CPU_SPEED": "1", "MARU_PLUGINS": "none"}
+    for path, warned in (
+        ([], ["MARU_ACME_DEPTH", "MARU_ACME_DISK_DEPTH", "MARU_CPU_SPEED"]),
+        ([str(tmp_path)], ["MARU_ACME_DEPTH", "MARU_CPU_SPEED"]),
+    ):
+        monkeypatch.setattr(discovery, "search_path", lambda path=path: path)
+        with capture_logs() as logs:
+            config({}, variables)
+        assert [log["variable"] for log in logs] == warned
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from maru_core.host import PluginHost, PluginInfo
 from tests.host.vendor import BACKEND, install
 
 BUILT_INS = tuple(discovery.BUILT_INS)
-BACKENDS = ["cpu", "mixed"]
+BACKENDS = ["cpu", "cxl", "mixed"]
 Installer = Callable[..., str]
 
 

@@ -14,7 +14,8 @@ from maru_core import hookspecs
 from maru_core.contracts import BackendProvision, EngineProvision, PoolRequest, ReadExtent, Region
 from maru_core.errors import BackendError, PluginError, TransferError
 from maru_core.fakes import FakeBackend
-from maru_core.host import HINTS, PluginHost
+from maru_core.hints import HINTS
+from maru_core.host import PluginHost
 from maru_core.plugin import hookimpl
 
 EXTENTS = [ReadExtent(0, 4096, 10)]
@@ -110,7 +111,7 @@ def raising(hook: str, error: BaseException) -> object:
         raise error
 
     setattr(Bad, hook, hookimpl(fail))
-    return Bad()
+    return Bad("bad")
 
 
 class Stop(KeyboardInterrupt):
@@ -119,21 +120,31 @@ class Stop(KeyboardInterrupt):
 
 @pytest.mark.parametrize("hook", HINTS)
 @pytest.mark.parametrize("error", [ValueError("x"), SystemExit(1), Stop("x")], ids=lambda e: type(e).__name__)
-def test_a_hint_that_raises_is_logged_once_and_its_plugin_is_not_called_again(hook: str, error: BaseException) -> None:
+def test_a_hint_that_raises_is_told_once_and_given_up_at_the_third_time(hook: str, error: BaseException) -> None:
     bad: Any = raising(hook, error)
     good = Recorder()
     host = PluginHost.with_plugins({"bad": bad, "rec": good})
     region = make_region()
     with capture_logs() as logs:
         call_all(host, region)
+        assert [(i.name, i.status) for i in host.report()] == [("bad", "active"), ("rec", "active")]
+        call_all(host, region)
+        call_all(host, region)
         calls = len(bad.calls)
-        assert call_all(host, region) == {"rec.calls": 12}
-    assert [(log["event"], log["plugin"], log["distribution"]) for log in logs] == [("plugin_failed", "bad", "given")]
-    assert hook in logs[0]["reason"]
+        assert call_all(host, region)["rec.calls"] == 24
+    assert [(log["event"], log["plugin"], log["distribution"]) for log in logs] == [
+        ("plugin_hint_failed", "bad", "given"),
+        ("plugin_failed", "bad", "given"),
+    ]
+    assert all(f"{hook} raised {type(error).__name__}" in log["reason"] for log in logs)
     assert len(bad.calls) == calls
-    assert bad.calls.count(("raised",)) == 1
-    assert len(good.calls) == 12
+    assert bad.calls.count(("raised",)) == 3
+    assert len(good.calls) == 24
     assert [(i.name, i.status) for i in host.report()] == [("bad", "failed"), ("rec", "active")]
+    health = host.hint_health()
+    assert (health["bad"]["failures"], health["rec"]["failures"]) == (3, 0)
+    assert hook in str(health["bad"]["off"])
+    assert health["rec"]["off"] == ""
 
 
 @pytest.mark.parametrize("hook", HINTS)
@@ -157,7 +168,9 @@ def test_a_failed_hint_leaves_what_the_plugin_provides() -> None:
 
     host = PluginHost.with_plugins({"fake": Both()})
     with capture_logs():
-        host.session_opened("e", "client")
+        for _ in range(3):
+            host.session_opened("e", "client")
+    assert host.report()[0].status == "failed"
     assert host.backend("fake").name == "fake"
 
 
@@ -172,9 +185,10 @@ def test_figures_of_the_wrong_kind_are_not_merged(answer: object) -> None:
 
     host = PluginHost.with_plugins({"bad": Bad(), "rec": Recorder()})
     with capture_logs() as logs:
-        assert host.hint_stats() == {"rec.calls": 1}
-        assert host.hint_stats() == {"rec.calls": 2}
-    assert [(log["event"], log["plugin"]) for log in logs] == [("plugin_failed", "bad")]
+        for count in range(1, 5):
+            assert host.hint_stats() == {"rec.calls": count}
+    assert [(log["event"], log["plugin"]) for log in logs] == [("plugin_hint_failed", "bad"), ("plugin_failed", "bad")]
+    assert host.hint_health()["bad"]["failures"] == 3
 
 
 def test_hints_that_fail_on_many_threads_are_told_once() -> None:
@@ -194,7 +208,7 @@ def test_hints_that_fail_on_many_threads_are_told_once() -> None:
             thread.start()
         for thread in threads:
             thread.join(10)
-    assert [log["event"] for log in logs] == ["plugin_failed"]
+    assert [log["event"] for log in logs].count("plugin_failed") == 1
 
 
 class FakeEngine:

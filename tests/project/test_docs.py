@@ -12,12 +12,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from attrs import fields
 
 from maru_core import hookspecs
 from maru_core.config import FORMER_NAMES, PREFIX, settings
+from maru_core.testing_backend import BackendContract
+from maru_plugins_dax.switches import Switches
 from tests.host.vendor import install
 
 ROOT = Path(__file__).parents[2]
+RUN = re.compile(r"<!-- run(?:: (\d))? -->\n```sh\n(.*?)```\n```text\n(.*?)```\n", re.DOTALL)
 FILE = re.compile(r"<!-- file: (?P<name>\S+) -->\n```\w+\n(?P<text>.*?)```\n", re.DOTALL)
 
 
@@ -60,7 +64,38 @@ def test_the_plugin_of_the_documentation_passes_its_tests(example: Path, caller:
     clean["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # other plugins only cost time here
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     run = subprocess.run(command, cwd=example, env=clean | caller, capture_output=True, text=True, timeout=60)
-    assert "5 passed" in run.stdout, run.stdout + run.stderr
+    assert run.returncode == 0, run.stdout + run.stderr
+    # Five of its own, and the contract.
+    contract = [name for name in vars(BackendContract) if name.startswith("test_")]
+    assert int(re.search(r"(\d+) passed", run.stdout)[1]) >= 5 + len(contract)
+
+
+def test_the_commands_of_the_documentation_show_what_it_says(example: Path) -> None:
+    """Each ``run`` block in a shell, with the status in its comment; every line of the block behind it is shown."""
+    program = example / "bin" / "maru"
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable}\nfrom maru_core.cli import main\nmain()\n")
+    program.chmod(0o755)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MARU_", "PYTEST_"))}
+    clean["PYTHONPATH"] = os.pathsep.join([str(example / "site"), str(ROOT)])
+    clean["PATH"] = f"{program.parent}{os.pathsep}{clean['PATH']}"
+    blocks = RUN.findall((ROOT / "docs/plugins.md").read_text())
+    assert len(blocks) == 2
+    for status, commands, shown in blocks:
+        run = subprocess.run(["bash", "-c", commands], env=clean, capture_output=True, text=True, timeout=60)
+        assert run.returncode == int(status or 0), run.stdout + run.stderr
+        for line in shown.splitlines():
+            assert line in run.stdout + run.stderr, run.stdout + run.stderr
+
+
+def test_the_page_of_hints_names_every_switch_with_its_default() -> None:
+    page = (ROOT / "docs/hints.md").read_text()
+    for switch in fields(Switches):
+        (default,) = re.findall(rf"\| `MARU_DAX_{switch.name.upper()}` \| (.+?) \|$", page, re.MULTILINE)
+        if isinstance(switch.default, bool):
+            assert default == ("on" if switch.default else "off"), switch.name
+        elif isinstance(switch.default, str):
+            assert default == f"`{switch.default}`"
 
 
 def test_the_documentation_lists_every_hook_with_its_arguments() -> None:

@@ -25,10 +25,14 @@ ALLOWED: dict[str, set[str]] = {
 MORE: dict[str, set[str]] = {
     "maru_core/cli": {"click"},
     "maru_core/testing.py": {"pytest"},
+    "maru_core/testing_backend.py": {"pytest"},
     "maru_core/server/metrics.py": {"prometheus_client"},
 }
 #: Modules that may not import torch although their package may.
-NO_TORCH = ("maru_transfer/plan.py", "maru_transfer/torch_copy_plugin.py", "maru_transfer/kernel_plugin.py")
+NO_TORCH = (
+    *("maru_transfer/plan.py", "maru_transfer/torch_copy_plugin.py", "maru_transfer/kernel_plugin.py"),
+    *("maru_transfer/cuda_driver.py", "maru_transfer/pinning.py", "maru_transfer/pinning_findings.py"),
+)
 #: Public names of the core for plugins that live outside of it, and for ours which is written like them.
 PUBLIC = {"config", "contracts", "errors", "geometry", "hookspecs", "plugin", "pool_format", "protocol", "sizes"}
 #: Lower layers of the core may not know higher ones.
@@ -36,8 +40,8 @@ LAYERS = [
     {"checksum", "errors", "logs", "plugin", "sizes", "address"},
     {"pool_format", "geometry"},
     {"protocol"},
-    {"namespace", "keys", "contracts", "config", "access"},
-    {"hookspecs", "discovery", "plugin_checks", "fakes"},
+    {"namespace", "keys", "contracts", "discovery", "config", "access"},
+    {"hookspecs", "hints", "plugin_checks", "fakes"},
     {"host"},
 ]
 
@@ -122,6 +126,20 @@ def test_backends_and_plugins_use_public_names_of_the_core() -> None:
     assert private == []
 
 
+def test_the_example_of_a_vendor_uses_public_names_only() -> None:
+    """Of Maru the public modules, and beside them what its pyproject.toml declares."""
+    folder = ROOT / "examples/vendor-plugin/maru_example_vendor"
+    allowed = {"maru_example_vendor", "attrs", "maru_core", *sys.stdlib_module_names}
+    wrong = []
+    for path in sorted(folder.rglob("*.py")):
+        for module, line in imports(path):
+            parts = module.split(".")
+            if parts[0] not in allowed or (parts[0] == "maru_core" and parts[1] not in PUBLIC):
+                wrong.append(f"{path.name}:{line} {module}")
+    assert list(folder.rglob("*.py"))
+    assert wrong == []
+
+
 def modules_of(package: str) -> list[str]:
     names = []
     for path in sources(package):
@@ -159,7 +177,7 @@ print(json.dumps({
     ],
 )
 def test_importing_starts_nothing_and_loads_nothing_heavy(package: str, heavy: list[str]) -> None:
-    names = [name for name in modules_of(package) if name != "maru_core.testing"]
+    names = [name for name in modules_of(package) if name not in ("maru_core.testing", "maru_core.testing_backend")]
     command = [sys.executable, "-c", PROBE, json.dumps(names), json.dumps(heavy)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -183,4 +201,4 @@ host = PluginHost.discover(PluginSettings(()), path=[])
 print(json.dumps([sorted(host.backends()), sorted(host.engines()), "torch" in sys.modules]))
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert json.loads(run.stdout) == [["cpu", "mixed"], ["kernel", "torch-copy"], False]
+    assert json.loads(run.stdout) == [["cpu", "cxl", "mixed"], ["kernel", "torch-copy"], False]

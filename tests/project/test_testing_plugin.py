@@ -67,7 +67,7 @@ ISOLATED = """
     def test_discovery_finds_nothing_even_when_all_are_allowed():
         for settings in (PluginSettings(), PluginSettings.from_environ(os.environ), PluginSettings(("told",))):
             host = PluginHost.discover(settings)
-            assert [i.name for i in host.report()] == ["cpu", "mixed", "kernel", "torch-copy", "eviction"]
+            assert [i.name for i in host.report()] == ["cpu", "cxl", "mixed", "kernel", "torch-copy", "eviction"]
 
     def test_child():
         code = (
@@ -76,7 +76,7 @@ ISOLATED = """
             "print([i.name for i in host.report() if i.status == 'active'])"
         )
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        assert out.strip() == "['cpu', 'mixed', 'kernel', 'torch-copy', 'eviction']"
+        assert out.strip() == "['cpu', 'cxl', 'mixed', 'kernel', 'torch-copy', 'eviction']"
 """
 
 
@@ -85,6 +85,17 @@ def test_nothing_installed_is_loaded_whatever_the_shell_exports(runner: Runner, 
     run = runner.run(ISOLATED, caller | {"MARU_POOL_SIZE": "wrong", "MARU_SERVER_URL": "tcp://127.0.0.1:1"})
     assert "3 passed" in run.stdout, run.stdout + run.stderr
     assert not runner.imported.exists()
+
+
+def test_what_is_told_to_tests_reaches_them(runner: Runner) -> None:
+    test = """
+        import os
+        def test_told():
+            assert os.environ["MARU_TEST_DAX"] == "/dev/dax0.0"
+            assert "MARU_TESTS" not in os.environ
+    """
+    run = runner.run(test, {"MARU_TEST_DAX": "/dev/dax0.0", "MARU_TESTS": "no"})
+    assert "1 passed" in run.stdout, run.stdout + run.stderr
 
 
 def test_it_holds_in_the_workers_of_xdist(runner: Runner) -> None:
@@ -177,9 +188,9 @@ def test_fixtures(runner: Runner) -> None:
 
         def test_host(maru_host, maru_fake_backend):
             host = maru_host({"fake": maru_fake_backend})
-            assert sorted(host.backends()) == ["cpu", "fake", "mixed"]
+            assert sorted(host.backends()) == ["cpu", "cxl", "fake", "mixed"]
             assert host.backend("fake") is maru_fake_backend
-            assert sorted(maru_host().backends()) == ["cpu", "mixed"]
+            assert sorted(maru_host().backends()) == ["cpu", "cxl", "mixed"]
 
         def test_host_is_strict(maru_host):
             with pytest.raises(PluginError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import deque
 from itertools import chain
 
 from attrs import define, field
@@ -17,6 +18,7 @@ from attrs import define, field
 from maru_core.pool_format import NO_KEY
 from maru_core.protocol.messages import CommitStatus, Presence, ReserveStatus
 from maru_core.server.index import KeyIndex
+from maru_core.server.moves import Move
 from maru_core.server.namespaces import NamespaceState
 from maru_core.server.sessions import Session
 from tests.server.pure import GRANULE, World
@@ -76,9 +78,20 @@ class Client:
 class Churn:
     """One run. ``check_every``: operations between two looks at everything, see :meth:`World.check`."""
 
-    def __init__(self, seed: int, counts: tuple[int, ...] = (600, 200), check_every: int = 250) -> None:
+    def __init__(
+        self,
+        seed: int,
+        counts: tuple[int, ...] = (600, 200),
+        check_every: int = 250,
+        demote: bool = False,
+        promote: bool = False,
+    ) -> None:
         self.random = random.Random(seed)
-        self.world = World.of(*counts, share=0.5, ahead=0.02)
+        self.world = World.of(*counts, share=0.5, ahead=0.15 if demote else 0.02, demote=demote, promote=promote)
+        #: Moves in progress; those whose bytes were copied; the most that there were at a time.
+        self.moves: deque[Move] = deque()
+        self.copied: set[Move] = set()
+        self.most_moves = 0
         self.memory = [0] * sum(counts)
         self.check_every = check_every
         self.clients = [self._client(model) for model in range(len(MODELS)) for _ in range(CLIENTS_PER_MODEL)]
@@ -96,7 +109,8 @@ class Churn:
             (0.52, self.finish),
             (0.64, self.acquire),
             (0.78, self.release),
-            (0.93, self.use_hot_set),
+            (0.85, self.use_hot_set),
+            (0.93, self.move if demote or promote else self.use_hot_set),
             (0.965, self.make_ahead),
             (0.985, self.delete),
             (0.989, self.drain),
@@ -139,8 +153,11 @@ class Churn:
             assert min(used, reserved, arena.leased, arena.free.free) >= 0
             assert sum([space.taken[number] for space in spaces]) == used + reserved
             assert sum([space.reserved[number] for space in spaces]) == reserved
-            assert sum([client.session.reserved_pages[number] for client in self.clients]) == reserved
-            assert sum([client.session.leased_pages[number] for client in self.clients]) >= arena.leased
+            copies = sum([self._pages(move) for move in self.moves if move.target_pool == number])
+            assert arena.moving == copies
+            assert sum([client.session.reserved_pages[number] for client in self.clients]) == reserved - copies
+            moving = sum([self._pages(move) for move in self.moves if move.source_pool == number])
+            assert sum([client.session.leased_pages[number] for client in self.clients]) >= arena.leased - moving
         counters = directory.counters
         objects = sum([arena.objects for arena in directory.arenas])
         gone = counters["evicted"] + counters["deleted"] + self._drained
@@ -177,7 +194,7 @@ class Churn:
     ) -> list[Written]:
         session, space = client.session, client.session.namespace
         directory = self.world.directory
-        taken = sum(space.taken)
+        taken = sum(space.taken) - self._copies_of(space)
         names = [NAMES[number] for number in numbers]
         statuses, entries, generations = directory.reserve(session, names, parents, length)
         batch = []
@@ -194,7 +211,8 @@ class Churn:
         if batch:
             client.batches.append(batch)
             if space.quota is not None:
-                assert sum(space.taken) * GRANULE <= max(space.quota, taken * GRANULE), "over its quota"
+                now = sum(space.taken) - self._copies_of(space)
+                assert now * GRANULE <= max(space.quota, taken * GRANULE), "over its quota"
         return batch
 
     def finish(self) -> None:
@@ -310,6 +328,34 @@ class Churn:
             directory.make_ahead()
         raise AssertionError("there is no end to it")
 
+    def move(self) -> None:
+        """Begin some moves, copy the bytes of some, end some."""
+        rng, directory = self.random, self.world.directory
+        for _ in range(rng.randrange(1, 6)):
+            move = directory.next_move()
+            if move is None:
+                break
+            self.moves.append(move)
+        self.most_moves = max(self.most_moves, len(self.moves))
+        while self.moves and rng.random() < 0.8:
+            move = self.moves[0]
+            if rng.random() < 0.95:
+                pages = self._pages(move)
+                self.memory[move.target : move.target + pages] = self.memory[move.source : move.source + pages]
+                self.copied.add(move)
+                if rng.random() < 0.2:
+                    return
+            self.moves.popleft()
+            directory.finish_move(move, move in self.copied)
+            self.copied.discard(move)
+
+    def _pages(self, move: Move) -> int:
+        return -(-move.length // GRANULE)
+
+    def _copies_of(self, space: NamespaceState) -> int:
+        home = self.world.directory.objects.home
+        return sum([self._pages(move) for move in self.moves if home[move.target] == space.number])
+
     def reset(self) -> None:
         client = self._any_client()
         space = client.session.namespace
@@ -343,11 +389,12 @@ class Churn:
     def crash(self) -> None:
         """The next server finds the memory of this one; some clients come back and some died as well."""
         rng = self.random
-        before = self.world.ready()
         self._keep_counters()
-        self.world = self.world.reborn(self.world.directory.namespaces.epochs())
-        assert self.world.ready() == before
+        before, self.world = self.world, self.world.reborn(self.world.directory.namespaces.epochs())
+        assert self.world.is_as_before(before)
         self.drains.clear()
+        self.moves.clear()
+        self.copied.clear()
         self._begin_counting()
         directory = self.world.directory
         for at, client in enumerate(self.clients):

@@ -123,6 +123,8 @@ def main() -> int:
     parser.add_argument("--namespace-quota", type=int)
     parser.add_argument("--keys")
     parser.add_argument("--metrics")
+    parser.add_argument("--no-demote", action="store_true")
+    parser.add_argument("--promote", action="store_true")
     options = parser.parse_args()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     settings = ServerSettings(
@@ -137,6 +139,8 @@ def main() -> int:
         options.namespace_quota,
         options.keys,
         options.metrics,
+        demote=not options.no_demote,
+        promote=options.promote,
     )
     try:
         run_server(settings, lambda name: FileBackend(), ready=lambda address: print(address, flush=True))

@@ -14,6 +14,7 @@ from maru_core.server.directory import Directory
 from maru_core.server.index import tags_of
 from maru_core.server.liveness import SessionRecord
 from maru_core.server.namespaces import NamespaceState
+from maru_core.server.objects import REPLICA
 from maru_core.server.sessions import Session, SessionRegistry
 
 GRANULE = 100
@@ -30,10 +31,23 @@ class World:
     tables: list[bytearray]
     share: float = 1.0
     ahead: float = 0.01
+    demote: bool = False
+    promote: bool = False
+    read_order: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, *counts: int, share: float = 1.0, ahead: float = 0.01, quota: int | None = None) -> World:
-        return cls.over([bytearray(count * HEADER_SIZE) for count in counts], share, ahead, quota=quota)
+    def of(
+        cls,
+        *counts: int,
+        share: float = 1.0,
+        ahead: float = 0.01,
+        quota: int | None = None,
+        demote: bool = False,
+        promote: bool = False,
+        read_order: tuple[int, ...] = (),
+    ) -> World:
+        tables = [bytearray(count * HEADER_SIZE) for count in counts]
+        return cls.over(tables, share, ahead, quota=quota, demote=demote, promote=promote, read_order=read_order)
 
     @classmethod
     def over(
@@ -43,6 +57,9 @@ class World:
         ahead: float = 0.01,
         epochs: Epochs | None = None,
         quota: int | None = None,
+        demote: bool = False,
+        promote: bool = False,
+        read_order: tuple[int, ...] = (),
     ) -> World:
         """Over header tables that exist; empty until it recovers what they say. ``quota`` of any namespace."""
         arenas, base = [], 0
@@ -52,13 +69,14 @@ class World:
             arenas.append(Arena.of(number, descriptor, memoryview(table)))
             base += count
         numbers = iter(range(1, 1 << 30))
-        directory = Directory(arenas, share, ahead, epochs, quota)
-        return cls(directory, SessionRegistry(len(tables), lambda: next(numbers)), tables, share, ahead)
+        directory = Directory(arenas, share, ahead, epochs, quota, demote, promote, read_order)
+        registry = SessionRegistry(len(tables), lambda: next(numbers))
+        return cls(directory, registry, tables, share, ahead, demote, promote, read_order)
 
     def reborn(self, epochs: Epochs | None = None, tables: list[bytearray] | None = None) -> World:
         """What the next server makes of this one's memory (or of ``tables``) and sessions, which it awaits."""
         copies = [bytearray(table) for table in tables or self.tables]
-        world = World.over(copies, self.share, self.ahead, epochs)
+        world = World.over(copies, self.share, self.ahead, epochs, None, self.demote, self.promote, self.read_order)
         for session in self.sessions:
             record = SessionRecord(session.namespace.digest.hex(), session.role, session.name, True, False)
             namespace = world.directory.namespaces.of_digest(session.namespace.digest)
@@ -82,6 +100,36 @@ class World:
             for entry in namespace.index
             if objects.state[entry] == State.READY
         }
+
+    def places(self) -> dict[tuple[bytes, bytes], set[tuple[int, int]]]:
+        """The same for all copies of each."""
+        found, objects = self.ready(), self.directory.objects
+        places = {name: {place} for name, place in found.items()}
+        for name, (entry, _) in found.items():
+            copy = objects.replica.get(entry)
+            if copy is not None:
+                places[name].add((copy, objects.generation[copy]))
+        return places
+
+    def is_as_before(self, before: World) -> bool:
+        """Whether all that could be found there is found here, at one of the places where it was."""
+        mine, theirs = self.ready(), before.places()
+        return mine.keys() == theirs.keys() and all(place in theirs[name] for name, place in mine.items())
+
+    def links(self) -> dict[tuple[bytes, bytes], bytes]:
+        """Key of the parent by namespace digest and key of each object that can be found and has one."""
+        self.directory.settle()
+        objects = self.directory.objects
+        found = {}
+        for namespace in self.directory.namespaces:
+            for entry in namespace.index:
+                elder = objects.parent[entry]
+                if elder == NO_ENTRY or objects.state[elder] not in (State.RESERVED, State.READY):
+                    continue
+                if objects.generation[elder] == objects.parent_generation[entry]:
+                    name, parent = (bytes(objects.arena_of(each).headers.key(each)) for each in (entry, elder))
+                    found[namespace.digest, name] = parent
+        return found
 
     def session(self, namespace: bytes = b"n") -> Session:
         return self.sessions.open(self.directory.namespaces.open(namespace), "client", "", 0.0)
@@ -107,7 +155,10 @@ class World:
         directory = self.directory
         directory.settle()
         sessions = [*self.sessions]
+        moves = [*directory._moves]
+        sources, targets = [move.source for move in moves], [move.target for move in moves]
         for arena in directory.arenas:
+            assert arena.moving == directory.objects.pages_of([e for e in targets if arena.base <= e < arena.end])
             assert arena.used + arena.reserved + arena.free.free == arena.end - arena.base
             taken: dict[int, str] = {}
             reserved = used = objects = leased = 0
@@ -120,7 +171,7 @@ class World:
                     taken[granule] = "object"
                 header = arena.headers.read(entry)
                 assert header is not None, "a header is torn"
-                assert header.state == state
+                assert header.state == (State.READY if state == REPLICA else state)
                 assert header.generation == directory.objects.generation[entry] > 0
                 assert tags_of(header.key).tolist() == [directory.objects.tag[entry]]
                 assert header.length == directory.objects.length[entry]
@@ -129,7 +180,8 @@ class World:
                 used += pages * (state != State.RESERVED)
                 objects += state == State.READY
                 leased += pages * (directory.objects.readers[entry] > 0)
-                assert directory.objects.readers[entry] == sum(entry in session.held for session in sessions)
+                readers = sum(entry in session.held for session in sessions) + sources.count(entry)
+                assert directory.objects.readers[entry] == readers
             tags = [0] * (arena.end - arena.base)
             behind = -1
             for start, length in arena.free.runs():
@@ -155,10 +207,12 @@ class World:
                 assert session.reserved_pages[arena.number] == sum(directory.objects.pages[entry] for entry in mine)
                 held = [entry for entry in session.held if arena.base <= entry < arena.end]
                 assert session.leased_pages[arena.number] == sum(directory.objects.pages[entry] for entry in held)
-        owned = [entry for session in sessions for entry in (*session.reserved, *session.doomed)]
+        owned = [entry for session in sessions for entry in (*session.reserved, *session.doomed)] + targets
         assert len(owned) == len(set(owned)) == sum(state == State.RESERVED for state in directory.objects.state)
         for session in sessions:
-            assert all(directory.objects.state[entry] in (State.READY, State.RETIRING) for entry in session.held)
+            states = {directory.objects.state[entry] for entry in session.held}
+            assert states <= {State.READY, State.RETIRING, REPLICA}
+        self.check_replicas()
         self.check_indexes()
         self.check_children()
         self.check_shares()
@@ -180,6 +234,24 @@ class World:
             if not namespace.draining:
                 assert (ready, bytes_ready) == (namespace.objects, namespace.stored_bytes)
 
+    def check_replicas(self) -> None:
+        objects = self.directory.objects
+        assert objects.original == {replica: original for original, replica in objects.replica.items()}
+        assert sorted(objects.original) == [entry for entry, state in enumerate(objects.state) if state == REPLICA]
+        for arena in objects.arenas:
+            assert arena.replicas == sum(arena.base <= entry < arena.end for entry in objects.original)
+        for original, replica in objects.replica.items():
+            assert objects.state[original] == State.READY
+            assert objects.arena_of(replica) is not objects.arena_of(original)
+            assert (objects.parent[replica], objects.children[replica]) == (NO_ENTRY, 0)
+            for column in (objects.length, objects.home, objects.tag):
+                assert column[original] == column[replica]
+            one, other = (objects.arena_of(entry).headers.read(entry) for entry in (original, replica))
+            assert one is not None
+            assert other is not None
+            for what in ("key", "parent", "digest", "weights_epoch", "checksum", "length"):
+                assert getattr(one, what) == getattr(other, what)
+
     def check_shares(self) -> None:
         """What each namespace takes; objects that are gone from its index but not yet from the pool included."""
         objects = self.directory.objects
@@ -197,9 +269,18 @@ class World:
 
     def check_children(self) -> None:
         objects = self.directory.objects
+        copies = [move.target for move in self.directory._moves]
         alive = [entry for entry, state in enumerate(objects.state) if state in (State.RESERVED, State.READY)]
+        alive = [entry for entry in alive if entry not in copies]
         # A parent that is gone may have an heir in its place, of another generation.
         children = Counter((objects.parent[child], objects.parent_generation[child]) for child in alive)
         for entry in alive:
             assert objects.children[entry] == children[entry, objects.generation[entry]]
             assert objects.parent[entry] in (NO_ENTRY, *range(objects.total))
+        cross: dict[int, set[int]] = {}
+        for entry in alive:
+            elder = objects.parent[entry]
+            linked = elder in alive and objects.generation[elder] == objects.parent_generation[entry]
+            if linked and objects.arena_of(elder) is not objects.arena_of(entry):
+                cross.setdefault(elder, set()).add(entry)
+        assert objects.cross == cross

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 
 import hypothesis.strategies as st
 import pytest
@@ -140,9 +140,9 @@ def never(monkeypatch, counted: list[float] | None = None) -> None:
         if counted is not None:
             counted.append(credit)
         followed(self, credit)
-        self.learned = False
 
     monkeypatch.setattr(Guard, "_count_in", count_in)
+    monkeypatch.setattr(guards, "_LEAST_REQUESTS", 10**9)
     monkeypatch.setattr(guards, "_ALLOWANCE", 0.0)
 
 
@@ -155,17 +155,20 @@ def test_without_the_learned_order_it_is_least_recently_used_and_the_guard_knows
     never(monkeypatch, counted)
     total = sum(len(keys) for _, keys in requests)
     lru = replay(least_recently_used, requests, [600], part)
-    assert abs(replay(reuse_policy, requests, [600], part) - lru) <= 0.0005 * total
+    ours = replay(reuse_policy, requests, [600], part)
+    # What was parked goes in a better order there.
+    assert -0.0005 * total <= ours - lru <= 0.002 * total
     assert abs(sum(counted)) <= 0.002 * total
 
 
-def test_several_pools_are_guarded_each_and_serve_no_less():
+def test_with_several_pools_the_learned_order_is_not_followed():
     requests = agents(5)
     total = sum(len(keys) for _, keys in requests)
     watch: list[Guard] = []
     ours = replay(guarded(watch), requests, [200, 300])
     assert ours >= replay(least_recently_used, requests, [200, 300]) - 0.002 * total
     assert len(watch) == 2
+    assert all(guard._requests > 1000 and not guard.learned for guard in watch)
     assert all(0 < len(guard._ghost) <= 300 for guard in watch)
 
 
@@ -189,46 +192,112 @@ def test_namespaces_lose_what_was_used_longest_ago_before_something_is_learned()
 def test_namespaces_with_the_same_keys_are_told_apart():
     guard = Guard(10)
     keys = chain("a", 4)
-    guard.stored(0, keys, [False] * 4, 4)
-    guard.looked_up(1, keys, 0, 0, True)
+    guard.stored(0, keys, range(4), 4)
+    guard.looked_up(1, keys, (), 0, 0)
     assert guard._credit == 0
-    guard.looked_up(0, keys, 0, 0, True)
+    guard.looked_up(0, keys, (), 0, 0)
     assert guard._credit < 0
 
 
 def test_only_a_sample_of_a_large_pool_is_remembered():
     guard = Guard(1 << 20)
     for name in range(2000):
-        guard.full(1 << 20)
-        guard.stored(0, chain(name, 16), [False] * 16, 16)
-    assert 300 < len(guard._ghost) < 1000 < guard._count >> guard._shift
+        guard.stored(0, chain(name, 16), range(16 * name, 16 * name + 16), 16)
+    assert 60 < len(guard._ghost) < 300
+    assert len(guard._held) == len(guard._ghost)
     for name in range(2000, 40_000):
-        guard.stored(0, [name.to_bytes(4, "big") + bytes([0] * 28)] * 2, [False] * 2, 2)
-    assert len(guard._ghost) <= (1 << 20) >> guard._shift
+        # All of these are among the sample, in few places.
+        at = name % 500
+        guard.stored(0, [name.to_bytes(4, "big") + bytes([0] * 28)] * 2, [at, at], 2)
+    assert len(guard._ghost) <= len(guard._held) < 1000
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.integers(0, 6)), max_size=60), st.integers(2, 9))
-def test_what_it_remembers_is_what_least_recently_used_would_hold(requests, places: int):
-    """Against a list: the deepest of what was used longest ago goes first."""
+Request = tuple[int, int, list[int]]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.lists(st.integers(0, 99), max_size=6)), max_size=60),
+    st.integers(2, 9),
+)
+def test_what_it_remembers_is_what_least_recently_used_would_hold(requests: list[Request], places: int):
+    """Against a list, whatever the pool evicts: the deepest of what was used longest ago goes first."""
     guard = Guard(places)
-    guard.full(places)
+    pool: dict[bytes, int] = {}
+    behind_it = dict(two for name in range(6) for two in pairwise(chain(name, 6)))
     order: list[bytes] = []
-    for name, length, found in requests:
-        keys = chain(name, length)
-        had = len([key for key in keys if key in order])
-        before = guard._credit
-        found = min(found, length)
-        guard.looked_up(0, keys, found, 0, True)
-        bounded = max(-0.5 * places, min(before + found - had, 4.0 * places))
-        assert guard._credit == pytest.approx(bounded)
-        if found < length:
-            guard.stored(
-                0, keys[found:], [False] * (length - found), length - found, keys[found - 1] if found else None
-            )
+    credit = 0.0
+
+    def use(keys: list[bytes]) -> None:
         for key in reversed(keys):
             if key in order:
                 order.remove(key)
-            order.append(key)
-        del order[: max(0, len(order) - places)]
-        assert set(guard._ghost) == set(order)
+                order.append(key)
+
+    def check(change: float) -> float:
+        del order[: max(0, len(order) - len(pool))]
+        bounded = max(-0.5 * len(pool), min(credit + change, 4.0 * len(pool)))
+        assert guard._credit == pytest.approx(bounded)
+        assert list(guard._ghost) == order
+        assert guard._missing == len([key for key in order if key not in pool])
+        return bounded
+
+    for name, length, victims in requests:
+        keys = chain(name, length)
+        found = next((at for at, key in enumerate(keys) if key not in pool), length)
+        ahead = [key for key in keys[:found] if key not in order]
+        lost = [key for key in keys[found:] if key in order]
+        guard.looked_up(0, keys, [pool[key] for key in keys[:found]], found, 0)
+        order += ahead
+        use(keys)
+        credit = check(len(ahead) - len(lost))
+        if found == length:
+            continue
+        for victim in victims:
+            others = [key for key in pool if key not in keys and behind_it.get(key) not in pool]
+            if others and len(pool) + length - found > places:
+                key = others[victim % len(others)]
+                guard.evicted([pool[key]])
+                if victim % 5 == 0:
+                    # It is parked for now.
+                    guard.kept([pool[key]])
+                    guard.evicted([pool[key]])
+                del pool[key]
+        free = [at for at in range(places) if at not in pool.values()]
+        new = dict(zip(keys[found:], free, strict=False))
+        guard.stored(0, keys[found:], list(new.values()), length - found, keys[found - 1] if found else None)
+        pool |= new
+        order += [key for key in keys[found:] if key not in order]
+        use(keys)
+        credit = check(0)
+
+
+def test_it_is_not_risked_to_lose_more_than_was_gained():
+    guard = Guard(100)
+    names = [chain(name, 1)[0] for name in range(100)]
+    for at, name in enumerate(names):
+        guard.looked_up(0, [name], (), 0, 1)
+        guard.stored(0, [name], [at], 1)
+    guard._requests = 10_000
+    guard._credit = 2.0
+    guard._decide()
+    assert guard.learned
+    assert guard.slack == 2
+    # What least recently used would evict, too, when something takes its place.
+    guard.evicted(range(20))
+    assert guard.learned
+    guard.evicted(range(80, 86))
+    guard.kept(range(80, 86))
+    guard.evicted(range(80, 88))
+    assert guard.learned
+    guard.evicted([99])
+    assert not guard.learned
+
+
+def test_what_was_there_before_is_no_credit():
+    guard = Guard(10)
+    keys = chain("recovered", 4)
+    guard.looked_up(0, keys, range(4), 4, 4)
+    assert guard._credit == 0
+    guard.evicted(range(4))
+    assert guard._missing == 4

@@ -216,3 +216,20 @@ def test_a_plugin_offers_a_policy_and_an_unknown_name_names_the_nearest():
         host.policy("wrong")(0, 4, lambda: 0.0)
     with pytest.raises(ConfigError, match="no eviction policy"):
         PluginHost.discover(PluginSettings(allowed=())).policy("acme")
+
+
+def test_what_an_evicted_object_continues_comes_before_what_is_worth_more():
+    now = 0.0
+    policy = reuse_policy(0, 40, lambda: now)()
+    # A chain whose heads come first, and then others that were used later.
+    policy.add([0, 1, 2, 3])
+    now = 10.0
+    policy.add(list(range(10, 30)))
+    assert policy.pop(3) == [0, 1, 2]
+    for entry in (0, 1, 2):
+        policy.park(entry)
+    assert policy.pop(1) == [3]
+    for entry in (2, 1, 0):
+        policy.unpark(entry)
+        assert policy.pop(8) == [entry]
+    assert policy.pop(2) == [10, 11]

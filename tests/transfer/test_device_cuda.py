@@ -1,24 +1,32 @@
-"""The device path on a real GPU: bytes, ordering on the current stream, pinned and pageable objects.
+"""The device path on a real GPU: bytes, ordering on the current stream, pinned, registered and pageable objects.
 
 Skipped where there is no CUDA device; ``pytest tests/transfer/test_device_cuda.py`` on a host that has one.
 """
 
 from __future__ import annotations
 
-from contextlib import closing
+import resource
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from attrs import evolve
+from fake_driver import FakeRegion, eventually
 from paged_forms import FORMS, Engine, Size
 
 from maru_core.geometry import ChunkCopy
+from maru_transfer.cuda_driver import ALREADY_REGISTERED, OUT_OF_MEMORY, CudaDriver, DriverError
 from maru_transfer.device_copy import DeviceTransfer
+from maru_transfer.pinning import HeldTransfer, PinnedPools, address_of
 from maru_transfer.torch_copy import TorchCopyEngine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
+PAGE = resource.getpagesize()
 SIZE = Size(L=3, NB=9, BS=16, NH=2, HS=32)
 TABLE = [5, 3, 8, 1, 7, 2]
 #: (chunk, first, last): a whole chunk of 32 tokens, one that starts late and one that ends early.
@@ -35,8 +43,106 @@ def buffers(nbytes: int, *, pinned: bool) -> list[memoryview]:
     return [memoryview(tensor.numpy()) for tensor in tensors]
 
 
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder whose files the driver registers: in shared memory."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="maru-cuda-") as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def registered(folder: Path, nbytes: int, pieces: int | None) -> Iterator[tuple[PinnedPools, list[memoryview]]]:
+    """Objects one after the other in a pool that is registered page by page, up to ``pieces`` pages."""
+    region = FakeRegion(folder / "pool", len(PARTS) * nbytes + 3 * PAGE)
+
+    class UpTo(CudaDriver):
+        def register(self, address: int, length: int) -> None:
+            if pieces is not None and pools.stats()["pieces"] == pieces:
+                raise DriverError(OUT_OF_MEMORY, "no more")
+            super().register(address, length)
+
+    pools = PinnedPools(lambda: UpTo(0), piece=PAGE)
+    pools.region_mapped(region)
+    eventually(lambda: pools.stats()["state"] != "registering")
+    assert pieces is None or pools.stats()["pieces"] == pieces, pools.stats()
+    objects = [region.buffer[PAGE + 6 + i * nbytes : PAGE + 6 + (i + 1) * nbytes] for i in range(len(PARTS))]
+    for buffer in objects:
+        buffer[:] = b"\xab" * nbytes
+    try:
+        yield pools, objects
+    finally:
+        pools.region_unmapping(region)
+        region.close()
+        pools.close()
+        assert pools.stats()["state"] == "no pool"
+
+
 def copies(objects: list[memoryview]) -> list[ChunkCopy]:
     return [ChunkCopy(*part, buffer) for part, buffer in zip(PARTS, objects, strict=True)]
+
+
+@pytest.mark.parametrize("pieces", [None, 0, 4], ids=["all", "nothing", "a part"])
+@pytest.mark.parametrize("name", sorted(FORMS))
+def test_the_same_with_registered_pools(name, pieces, memory):
+    """R105 to R107: copies that cross the edges of registrations, and those that must go through a locked buffer."""
+    engine = Engine.make(name, SIZE, 3)
+    stored = engine.stored(32)
+    with registered(memory, stored.nbytes, pieces) as (pools, objects):
+        with closing(DeviceTransfer(on_device(engine), engine.paged, stored)) as transfer:
+            transfer.use_pinned(pools)
+            HeldTransfer(transfer, pools).store(TABLE, copies(objects))
+        for part, buffer in zip(PARTS, objects, strict=True):
+            wanted = engine.naive_object(TABLE, *part, 32)
+            tokens = slice(part[1] - part[0] * 32, part[2] - part[0] * 32)
+            found = np.frombuffer(buffer, wanted.dtype).reshape(wanted.shape)
+            np.testing.assert_array_equal(found[:, :, tokens], wanted[:, :, tokens])
+        target, expected = Engine.make(name, SIZE, None), Engine.make(name, SIZE, None)
+        for part in PARTS:
+            expected.naive_write(TABLE, *part, engine.naive_object(TABLE, *part, 32))
+        layers = on_device(target)
+        with closing(DeviceTransfer(layers, target.paged, stored)) as transfer:
+            transfer.use_pinned(pools)
+            HeldTransfer(transfer, pools).load(TABLE, copies([buffer.toreadonly() for buffer in objects]))
+        found = layers[0].cpu().numpy().view("u2").reshape(target.memory.shape)
+        np.testing.assert_array_equal(found, expected.memory)
+
+
+def test_the_driver_refuses_what_the_fake_one_refuses(memory):
+    region = FakeRegion(memory / "pool", 64 * PAGE)
+    torch.zeros(1, device="cuda")
+    driver = CudaDriver(0)
+    driver.attach()
+    address = address_of(region.buffer)
+    driver.register(address, 32 * PAGE)
+    whole = torch.frombuffer(region.buffer, dtype=torch.uint8)
+    assert whole.is_pinned(), "torch asks about the first byte of the storage"
+    assert not torch.frombuffer(region.buffer[40 * PAGE :], dtype=torch.uint8).is_pinned()
+    with pytest.raises(DriverError) as caught:
+        driver.register(address + 16 * PAGE, 32 * PAGE)
+    assert caught.value.code == ALREADY_REGISTERED
+    driver.register(address + 32 * PAGE, 32 * PAGE)
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        whole.to("cuda", non_blocking=True)  # two registrations: why copies are cut
+    driver.unregister(address, 32 * PAGE)
+    driver.unregister(address + 32 * PAGE, 32 * PAGE)
+    with pytest.raises(DriverError, match="CUDA_ERROR"):
+        driver.unregister(address, 32 * PAGE)
+    assert torch.ones(3, device="cuda").sum().item() == 3, "no error is left for the engine"
+    driver.close()
+
+
+def test_a_pool_on_a_disk_is_not_registered_and_works(tmp_path):
+    """R107: the driver refuses files of ordinary file systems. Whatever it says, the bytes are right."""
+    engine = Engine.make("packed per token", SIZE, 3)
+    stored = engine.stored(32)
+    with registered(tmp_path, stored.nbytes, None) as (pools, objects):
+        stats = pools.stats()
+        assert stats["state"] == "registered" or "CUDA_ERROR" in stats["reason"]
+        with closing(DeviceTransfer(on_device(engine), engine.paged, stored)) as transfer:
+            transfer.use_pinned(pools)
+            HeldTransfer(transfer, pools).store(TABLE, copies(objects))
+        wanted = engine.naive_object(TABLE, *PARTS[0], 32)
+        np.testing.assert_array_equal(np.frombuffer(objects[0], wanted.dtype).reshape(wanted.shape), wanted)
 
 
 @pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])

@@ -16,6 +16,7 @@ from attrs import evolve
 from cases import Case, cases
 from hypothesis import given, settings
 from paged_forms import FORMS, Engine, Size
+from test_crossing import Patches
 
 from maru_core.contracts import Transfer, TransferEngine
 from maru_core.errors import TransferError
@@ -40,6 +41,14 @@ def three_threads(*arguments: Any) -> Transfer:
     return HostTransfer(*arguments, threads=3)
 
 
+def over_patches(*arguments: Any) -> Transfer:
+    """The device path over memory that is locked in patches, through buffers of some bytes."""
+    transfer = DeviceTransfer(*arguments)
+    transfer._crossing._half = 40
+    transfer.use_pinned(Patches(lambda patch: patch % 3 == 1))
+    return transfer
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _threads_share_small_copies():
     with pytest.MonkeyPatch.context() as patch:
@@ -47,7 +56,7 @@ def _threads_share_small_copies():
         yield
 
 
-@pytest.fixture(params=[one_thread, three_threads, DeviceTransfer], ids=lambda open_: open_.__name__)
+@pytest.fixture(params=[one_thread, three_threads, DeviceTransfer, over_patches], ids=lambda open_: open_.__name__)
 def open_(request) -> Open:
     return request.param
 
@@ -102,7 +111,7 @@ def check_load(open_: Open, name: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("how", [one_thread, three_threads, DeviceTransfer], ids=lambda how: how.__name__)
+@pytest.mark.parametrize("how", [one_thread, three_threads, DeviceTransfer, over_patches], ids=lambda how: how.__name__)
 @settings(max_examples=15, deadline=None)
 @given(case=cases())
 def test_stored_objects_hold_what_the_naive_reader_reads(how: Open, name: str, case: Case):
@@ -110,7 +119,7 @@ def test_stored_objects_hold_what_the_naive_reader_reads(how: Open, name: str, c
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("how", [one_thread, three_threads, DeviceTransfer], ids=lambda how: how.__name__)
+@pytest.mark.parametrize("how", [one_thread, three_threads, DeviceTransfer, over_patches], ids=lambda how: how.__name__)
 @settings(max_examples=15, deadline=None)
 @given(case=cases())
 def test_loading_writes_exactly_the_slots_that_were_asked_for(how: Open, name: str, case: Case):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from attrs import evolve
@@ -26,11 +26,12 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from maru_core.config import MaruConfig
-from maru_core.errors import ConfigError
+from maru_core.errors import ConfigError, MaruError
 from maru_integrations.vllm import compat, setup, support
 from maru_integrations.vllm.compat import KVGeometry
 from maru_integrations.vllm.connector import MaruKVConnector
 from maru_integrations.vllm.identity import namespace_of, weights_fingerprint
+from maru_transfer.pinning import HeldTransfer
 
 GEOMETRY = KVGeometry(("model.layers.0.attn",), 16, 8, 2, 64, 2, "bfloat16", "auto")
 
@@ -310,6 +311,72 @@ def test_parking_follows_the_engine() -> None:
             use_v2_model_runner=v2,
         )
         assert compat.parks_hits(config) is parks
+
+
+class Moves:
+    """A transfer for a device that can be told which memory is locked, and the engine and host that offer it."""
+
+    name = "moves"
+
+    def __init__(self) -> None:
+        self.pinned: list[Any] = []
+        self.closed = 0
+
+    def use_pinned(self, pinned: Any) -> None:
+        self.pinned.append(pinned)
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def open(self, layers: Any, paged: Any, stored: Any) -> Moves:
+        return self
+
+    def is_available(self) -> bool:
+        return True
+
+    def unsupported(self, paged: Any, stored: Any, device: str) -> None:
+        assert device == "cuda"
+
+    def engines(self) -> dict[str, Any]:
+        return {"moves": SimpleNamespace(name="moves", rank=1)}
+
+    def engine(self, name: str) -> Moves:
+        return self
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_a_gpu_engine_and_its_session_share_one_registrar(monkeypatch: pytest.MonkeyPatch, pin: bool) -> None:
+    moves = Moves()
+    handlers: list[Any] = []
+
+    def connect(plan: Any, role: str, device: str, registrar: Any = None) -> str:
+        handlers.append((role, device, registrar))
+        if len(handlers) > 1:
+            raise MaruError("no server")
+        return "handler"
+
+    monkeypatch.setattr(setup.PluginHost, "discover", lambda plugins: moves)
+    monkeypatch.setattr(setup, "connect", connect)
+    plan: Any = SimpleNamespace(plugins=None, stored="stored", config=MaruConfig(pin_pools=pin))
+    layers = [SimpleNamespace(device=torch.device("cuda", 0))]
+    link = setup.open_link(plan, cast(Any, "paged"), layers)
+    assert link.handler == "handler"  # type: ignore[comparison-overlap]
+    registrar = handlers[0][2]
+    assert handlers[0][:2] == ("worker", "cuda")
+    assert moves.pinned == ([registrar] if pin else [])
+    assert (registrar is not None) is pin
+    assert isinstance(link.transfer, HeldTransfer) is pin
+    with pytest.raises(MaruError, match="no server"):
+        setup.open_link(plan, cast(Any, "paged"), layers)
+    assert moves.closed == 1, "what was opened for a session that there is not is given back"
+
+
+def test_only_engines_with_a_gpu_register_pools_and_not_when_told_not_to() -> None:
+    assert setup.pinned_pools(MaruConfig(), torch.device("cpu")) is None
+    assert setup.pinned_pools(MaruConfig(pin_pools=False), torch.device("cuda", 1)) is None
+    pools = setup.pinned_pools(MaruConfig(), torch.device("cuda", 1))
+    assert pools is not None
+    assert pools.stats()["state"] == "no pool", "nothing happens before a pool is mapped"
 
 
 @pytest.mark.parametrize(

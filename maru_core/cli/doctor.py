@@ -1,0 +1,167 @@
+"""``maru doctor``: looks at everything that a server or engine needs here, and says what is wrong and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+import click
+from attrs import asdict, frozen
+
+from maru_core.cli.common import Target, fail, settings, where
+from maru_core.config import MaruConfig, PluginSettings
+from maru_core.contracts import Diagnose, Finding
+from maru_core.errors import ConfigError, MaruError, Unavailable
+from maru_core.host import PluginHost
+from maru_core.logs import visible
+from maru_core.runtime_dir import RuntimeDir
+from maru_core.sizes import format_size
+
+EXIT_BROKEN: Final = 1
+_TIMEOUT: Final = 2.0
+#: Level by what became of a plugin.
+_STATUS: Final = {"active": "ok", "not selected": "note", "duplicate": "warning", "failed": "error"}
+
+
+@frozen
+class Patient:
+    """What the checks look at."""
+
+    config: MaruConfig
+    host: PluginHost
+
+
+Check = Callable[[Patient], Iterable[Finding]]
+
+
+@click.command()
+@where
+@click.option("--json", "as_json", is_flag=True, help="A JSON array with one object per finding.")
+def doctor(runtime_dir: str | None, url: str | None, keys: str | None, as_json: bool) -> None:
+    """Check plugins, memory, devices, limits and server; exit code 1: something is broken."""
+    try:
+        config = settings({"runtime_dir": runtime_dir, "server_url": url, "keys": keys})
+        patient = Patient(config, PluginHost.discover(PluginSettings.from_environ(os.environ)))
+    except MaruError as error:
+        fail(error, EXIT_BROKEN)
+    found = [(area, finding) for area, check in CHECKS for finding in check(patient)]
+    if as_json:
+        click.echo(json.dumps([{"area": area, **asdict(finding)} for area, finding in found]))
+    else:
+        click.echo("\n".join(_lines(found)))
+    if any(finding.level == "error" for _, finding in found):
+        sys.exit(EXIT_BROKEN)
+
+
+def plugins(patient: Patient) -> Iterable[Finding]:
+    """What became of every plugin that is installed."""
+    for info in patient.host.report():
+        origin = "built in" if info.built_in else f"{info.distribution} {info.version}".strip()
+        provides = ", ".join(info.provides) or "hints only"
+        text = f"{info.status}: {info.reason}" if info.reason else f"{provides} ({origin})"
+        remedy = "" if info.status != "failed" else "`pip check`, or leave it out with MARU_PLUGINS"
+        yield Finding(_STATUS[info.status], info.name, text, remedy)  # type: ignore[arg-type]
+
+
+def backends(patient: Patient) -> Iterable[Finding]:
+    """What the storage backends say themselves."""
+    for name, provision in patient.host.backends().items():
+        yield from _ask(f"backend {name}", provision.diagnose, patient.config)
+
+
+def engines(patient: Patient) -> Iterable[Finding]:
+    """What the transfer engines say themselves."""
+    for name, provision in patient.host.engines().items():
+        yield from _ask(f"engine {name}", provision.diagnose, patient.config)
+
+
+def limits(patient: Patient) -> Iterable[Finding]:
+    """Limits of this process, which engines that are started from the same shell or unit have, too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        yield Finding("ok", "RLIMIT_MEMLOCK", "no limit on locked memory")
+    else:
+        most = "no limit" if hard == resource.RLIM_INFINITY else format_size(hard)
+        yield Finding(
+            "note",
+            "RLIMIT_MEMLOCK",
+            f"{format_size(soft)} of memory may be locked (hard limit: {most}); devices that lock pools may need more",
+            "`ulimit -l unlimited`, LimitMEMLOCK=infinity in a systemd unit, or --ulimit memlock=-1 for a container",
+        )
+
+
+def server(patient: Patient) -> Iterable[Finding]:
+    """The runtime folder, and the server that is reached by these settings."""
+    config = patient.config
+    try:
+        folder = RuntimeDir.inspect(config.runtime_path)
+        target = Target.find(config)
+    except ConfigError as error:
+        yield Finding("error", str(config.runtime_path), str(error))
+        return
+    if folder.path.exists():
+        yield Finding("ok", str(folder.path), "runtime folder, private to its user")
+    else:
+        yield Finding("note", str(folder.path), "no runtime folder yet; the first server makes it")
+    if not target.may_answer:
+        yield Finding("note", target.url, "no server runs", "`maru serve`, or engines with maru_server_url=auto")
+        return
+    try:
+        stats = target.peek(_TIMEOUT).stats()
+    except Unavailable as error:
+        level = "error" if folder.is_served() else "note"
+        yield Finding(level, target.url, f"no server answers: {error}", "`maru serve`")  # type: ignore[arg-type]
+        return
+    except MaruError as error:
+        yield Finding("error", target.url, str(error))
+        return
+    about = stats.get("server", {})
+    text = f"a server of version {about.get('version')} runs, pid {about.get('pid')}, {stats.get('sessions')} sessions"
+    yield Finding("ok", target.url, text)
+    for pool in stats.get("pools", []):
+        size = format_size(pool.get("capacity", 0))
+        yield Finding("ok", str(pool.get("location")), f"pool {pool.get('pool')} of {pool.get('backend')}: {size}")
+
+
+#: What is checked, by heading. A check yields what it finds and raises nothing.
+CHECKS: Final[Sequence[tuple[str, Check]]] = (
+    ("plugins", plugins),
+    ("backends", backends),
+    ("engines", engines),
+    ("limits", limits),
+    ("server", server),
+)
+
+
+def _ask(who: str, diagnose: Diagnose | None, config: MaruConfig) -> Iterable[Finding]:
+    """Findings of foreign code, whatever it does."""
+    if diagnose is None:
+        return
+    try:
+        found = list(diagnose(config))
+        wrong = [finding for finding in found if not isinstance(finding, Finding)]
+        if wrong:
+            raise TypeError(f"{wrong[0]!r} is no Finding")
+    except Exception as error:  # noqa: BLE001 - a plugin's code
+        yield Finding(
+            "error", who, f"its checks failed: {type(error).__name__}: {error}", "`maru plugins`: whose it is"
+        )
+        return
+    yield from found
+
+
+def _lines(found: Iterable[tuple[str, Finding]]) -> Iterable[str]:
+    heading = None
+    for area, finding in found:
+        if area != heading:
+            yield area if heading is None else f"\n{area}"
+            heading = area
+        first, *rest = finding.text.split("\n")
+        yield visible(f"  {finding.level:<8}{finding.subject}: {first}")
+        yield from (visible(f"          {line}") for line in rest)
+        if finding.remedy:
+            yield visible(f"          -> {finding.remedy}")

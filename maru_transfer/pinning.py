@@ -1,0 +1,504 @@
+"""Registers mapped pools with a device's driver, so that the device's copy engines reach them without help.
+
+In pieces: drivers refuse a single registration of half a terabyte and more, an engine can use what is registered while
+the rest still is, and whoever closes a pool waits for one piece only. It runs on a thread of its own; until a piece is
+registered, and when it cannot be, copies take the slower way through a small locked buffer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import resource
+import threading
+import time
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final, Literal
+
+from maru_core import logs
+from maru_core.contracts import MemorySpan, Region, Transfer
+from maru_core.geometry import ChunkCopy
+from maru_core.population import Population
+from maru_transfer.cuda_driver import (
+    ALREADY_REGISTERED,
+    INVALID_VALUE,
+    NOT_PERMITTED,
+    NOT_SUPPORTED,
+    OPERATING_SYSTEM,
+    OUT_OF_MEMORY,
+    DriverError,
+    HostMemoryDriver,
+)
+
+#: Bytes of the first registration, and what further ones may have; their edges are multiples of their size in the
+#: address space, hence of any huge page of 2 MiB.
+PIECE: Final = 64 << 20
+LEAST: Final = 32 << 20
+MOST: Final = 256 << 20
+#: How long, in seconds, one registration may hold up what the engine asks of the driver meanwhile; pieces are made
+#: smaller or larger until it is half to twice of this.
+PIECE_SECONDS: Final = 0.004
+#: Seconds between two pieces. The driver's lock goes to whoever asks first: without a pause that is the next piece, and
+#: an engine's launches wait for many of them in a row.
+PAUSE: Final = 0.00015
+#: Seconds between two looks whether to go on, while pages are not populated yet.
+_LOOK: Final = 0.1
+#: How long, in seconds, closing waits for what is being registered or unregistered.
+JOIN: Final = 1.0
+#: With these no memory of this kind can be registered: what was is given back, too.
+_HOPELESS: Final = frozenset({NOT_PERMITTED, NOT_SUPPORTED})
+#: What drivers answer when a limit on locked memory is in the way.
+_OF_LIMITS: Final = frozenset({INVALID_VALUE, OUT_OF_MEMORY, OPERATING_SYSTEM, NOT_PERMITTED})
+#: Capability whose holder may lock any amount, see capabilities(7).
+_CAP_IPC_LOCK: Final = 14
+
+State = Literal["registering", "registered", "partly", "not registered", "closing"]
+
+
+class _Registration:
+    """One mapped pool. Fields are guarded by the lock of :class:`PinnedPools`."""
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self.location = region.descriptor.location
+        #: Keeps the memory mapped until it is unregistered.
+        self.view: memoryview | None = memoryview(region.buffer)
+        self.address = address_of(self.view)
+        self.size = self.view.nbytes
+        self.population = Population(region)
+        #: What is registered, ascending; both lists have one item per piece.
+        self.starts: list[int] = []
+        self.ends: list[int] = []
+        self.users = 0
+        self.busy = True
+        #: The pool is being unmapped.
+        self.leaving = False
+        #: No new copy may rely on it.
+        self.withdrawn = False
+        self.state: State = "registering"
+        self.reason = ""
+        #: How long registering took, and until the first piece was; 0 while it is under way.
+        self.seconds = 0.0
+        self.first_seconds = 0.0
+
+    @property
+    def registered(self) -> int:
+        """Bytes."""
+        return sum(self.ends) - sum(self.starts)
+
+
+class PinnedPools:
+    """Implements :class:`maru_core.contracts.PoolRegistrar` and :class:`~maru_core.contracts.PinnedMemory`.
+
+    A failure is kept as ``reason``, told once, and is otherwise without consequence. A pool is unregistered when it is
+    unmapped and the last :meth:`held` of before has ended; its memory stays mapped until then.
+    """
+
+    def __init__(
+        self, open_driver: Callable[[], HostMemoryDriver], *, piece: int | None = None, pause: float = PAUSE
+    ) -> None:
+        """``open_driver`` is called on the registering thread, once it has something to do; may raise DriverError.
+
+        ``piece``: bytes of every registration, whole pages; ``None``: as large as the driver's speed allows.
+        """
+        if piece is not None and (piece < 1 or piece % page_size()):
+            raise ValueError(f"pieces of {piece} bytes; they must be whole pages of {page_size()}")
+        self._open_driver = open_driver
+        self._piece = piece
+        self._pause = pause
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._log = logs.get_logger(__name__)
+        self._registrations: list[_Registration] = []
+        self._driver: HostMemoryDriver | None = None
+        self._opening = threading.Lock()
+        self._told: set[str] = set()
+        self._closed = False
+        self._stop = threading.Event()
+        self._threads: set[threading.Thread] = set()
+        # At exit no thread may be inside the driver while that is taken down.
+        weakref.finalize(self, _end, self._stop, self._threads)
+
+    # -- what is mapped ------------------------------------------------------------------------------------------
+
+    def region_mapped(self, region: Region) -> None:
+        """Start to register the pool; returns at once."""
+        if self._elsewhere or self._closed:
+            return
+        try:
+            registration = _Registration(region)
+        except Exception as error:  # noqa: BLE001 - a pool that cannot be registered is slower, nothing else
+            self._tell(region.descriptor.location, f"{type(error).__name__}: {error}")
+            return
+        with self._lock:
+            self._registrations.append(registration)
+        self._start(registration, "maru-register")
+
+    def region_unmapping(self, region: Region) -> None:
+        """Have the pool unregistered as soon as no copy uses it; returns at once."""
+        if self._elsewhere:
+            return
+        with self._lock:
+            mine = [registration for registration in self._registrations if registration.region is region]
+            for registration in mine:
+                registration.leaving = registration.withdrawn = True
+                registration.population.stop()
+                registration.state = "closing"
+        for registration in mine:
+            self._settle(registration)
+
+    def close(self) -> None:
+        """Unregister everything, waiting at most about JOIN seconds for it. Idempotent."""
+        if self._elsewhere:
+            return
+        self._closed = True
+        with self._lock:
+            regions = [registration.region for registration in self._registrations]
+        for region in regions:
+            self.region_unmapping(region)
+        _join(self._threads)
+        self._release()
+
+    # -- what copies ask -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """What is registered within stays so, except what is being unmapped already."""
+        if self._elsewhere:
+            yield
+            return
+        with self._lock:
+            mine = [registration for registration in self._registrations if not registration.withdrawn]
+            for registration in mine:
+                registration.users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                for registration in mine:
+                    registration.users -= 1
+            for registration in mine:
+                if registration.withdrawn:
+                    self._settle(registration)
+
+    def spans(self, address: int, length: int) -> Sequence[MemorySpan]:
+        """The stretch cut at the edges of pieces. Ask within :meth:`held`, and copy within it, too."""
+        if length <= 0:
+            return []
+        if not self._elsewhere:
+            with self._lock:
+                for registration in self._registrations:
+                    inside = registration.address <= address < registration.address + registration.size
+                    if inside and not registration.withdrawn:
+                        return _cut(registration.starts, registration.ends, address, length)
+        return [MemorySpan(0, length, False)]
+
+    def covers(self, address: int, length: int) -> bool:
+        """Whether every byte is registered, be it in several pieces."""
+        return length > 0 and all(span.pinned for span in self.spans(address, length))
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Bytes registered and not, in how many pieces, how long it took, the state, and why not all are."""
+        if self._elsewhere:
+            return {"state": "not registered", "reason": "this process was forked: its parent has them registered"}
+        with self._lock:
+            registrations = list(self._registrations)
+            registered = sum(registration.registered for registration in registrations)
+            states = {registration.state for registration in registrations}
+            return {
+                "state": states.pop() if len(states) == 1 else ", ".join(sorted(states)) or "no pool",
+                "registered_bytes": registered,
+                "unregistered_bytes": sum(registration.size for registration in registrations) - registered,
+                "pieces": sum(len(registration.starts) for registration in registrations),
+                "seconds": round(sum(registration.seconds for registration in registrations), 3),
+                "first_piece_seconds": round(max((item.first_seconds for item in registrations), default=0.0), 3),
+                "reason": next((item.reason for item in registrations if item.reason), ""),
+            }
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    @property
+    def _elsewhere(self) -> bool:
+        """In a forked child: nothing is registered for it, and locks may be held by threads that are not there."""
+        return os.getpid() != self._process
+
+    def _start(self, registration: _Registration, name: str) -> None:
+        thread = threading.Thread(target=self._work, args=(registration,), name=name, daemon=True)
+        self._threads.add(thread)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread can be started, or the interpreter ends
+            self._threads.discard(thread)
+            with self._lock:
+                registration.busy = False
+            self._fail(registration, error)
+
+    def _settle(self, registration: _Registration) -> None:
+        """Undo what is withdrawn when it is time: on a thread, or here when nothing of it is registered."""
+        with self._lock:
+            if not registration.withdrawn or registration.busy or registration.users or registration.view is None:
+                return
+            registration.busy = True
+            registered = bool(registration.starts)
+        if registered:
+            self._start(registration, "maru-unregister")
+        else:
+            self._undo(registration)
+
+    def _work(self, registration: _Registration) -> None:
+        """Register the pool, and unregister it when it was withdrawn and nobody uses it."""
+        try:
+            if not registration.withdrawn:
+                self._register(registration)
+            with self._lock:
+                undo = registration.withdrawn and not registration.users and not self._stop.is_set()
+                registration.busy = undo
+            if undo:
+                self._undo(registration)
+        except Exception as error:  # noqa: BLE001 - whatever the driver does, an engine goes on
+            self._fail(registration, error)
+        finally:
+            self._threads.discard(threading.current_thread())
+
+    def _register(self, registration: _Registration) -> None:
+        began = time.perf_counter()
+        problem: Exception | None = None
+        try:
+            driver = self._attached()
+            pace = Pace(self._piece)
+            for start, end in pieces(registration.address, registration.size, pace):
+                # Page faults are not for the driver to take, under its lock: they last ten times as long as the rest.
+                while not registration.population.reach(end - registration.address, timeout=_LOOK):
+                    if registration.leaving or self._stop.is_set():
+                        break
+                if registration.leaving or self._stop.is_set():
+                    break
+                try:
+                    asked = time.perf_counter()
+                    driver.register(start, end - start)
+                    pace.took(time.perf_counter() - asked)
+                except DriverError as error:
+                    problem = error
+                    if error.code == ALREADY_REGISTERED:  # by somebody who may undo it any time: not ours to rely on
+                        continue
+                    break
+                with self._lock:
+                    registration.starts.append(start)
+                    registration.ends.append(end)
+                    registration.first_seconds = registration.first_seconds or time.perf_counter() - began
+                time.sleep(self._pause)
+        except Exception as error:  # noqa: BLE001 - a driver of another version may fail in any way
+            problem = error
+        with self._lock:
+            registration.seconds = time.perf_counter() - began
+            registered = registration.registered
+            if isinstance(problem, DriverError) and problem.code in _HOPELESS:
+                registration.withdrawn = True
+            if not registration.leaving:
+                registration.state = "partly" if problem is not None else "registered"
+                if registration.withdrawn or not registered:
+                    registration.state = "not registered"
+        if problem is not None:
+            self._fail(registration, problem)
+        elif not registration.leaving:
+            self._log.info(
+                "maru.pool_registered",
+                location=registration.location,
+                bytes=registered,
+                pieces=len(registration.starts),
+                seconds=round(registration.seconds, 2),
+            )
+
+    def _unregister(self, registration: _Registration) -> None:
+        """Exactly what was registered, the last piece first. What fails is not tried again: its context is gone."""
+        if not registration.starts:
+            return
+        try:
+            driver = self._attached()
+        except DriverError as error:
+            self._log.debug("maru.pool_not_unregistered", location=registration.location, reason=str(error))
+            with self._lock:
+                registration.starts.clear()
+                registration.ends.clear()
+            return
+        while not self._stop.is_set():
+            with self._lock:
+                if not registration.starts:
+                    return
+                start, end = registration.starts.pop(), registration.ends.pop()
+            try:
+                driver.unregister(start, end - start)
+            except DriverError as error:
+                self._log.debug("maru.pool_not_unregistered", location=registration.location, reason=str(error))
+            time.sleep(self._pause)
+
+    def _undo(self, registration: _Registration) -> None:
+        """Unregister, and let go of the memory of a pool that is unmapped; the last one closes the driver."""
+        self._unregister(registration)
+        with self._lock:
+            registration.busy = False
+            # Otherwise the process ends before all of it was unregistered.
+            if not registration.leaving or registration.starts:
+                return
+            registration.view = None
+            if registration in self._registrations:
+                self._registrations.remove(registration)
+        self._release()
+
+    def _release(self) -> None:
+        with self._lock:
+            driver = None
+            if self._closed and not self._registrations:
+                driver, self._driver = self._driver, None
+        if driver is not None:
+            driver.close()
+
+    def _attached(self) -> HostMemoryDriver:
+        with self._opening:
+            driver = self._driver
+            if driver is None:
+                driver = self._driver = self._open_driver()
+        driver.attach()
+        return driver
+
+    def _fail(self, registration: _Registration, problem: Exception) -> None:
+        reason = registration.reason = _explain(problem, registration.size)
+        self._tell(registration.location, reason, registered=registration.registered, size=registration.size)
+
+    def _tell(self, location: str, reason: str, **figures: int) -> None:
+        if reason in self._told:
+            return
+        self._told.add(reason)
+        self._log.warning(
+            "maru.pool_not_registered",
+            location=location,
+            reason=reason,
+            effect="copies between pool and device go through a small locked buffer, which is slower",
+            **figures,
+        )
+
+
+class HeldTransfer:
+    """A transfer during whose copies nothing is unregistered. Implements :class:`maru_core.contracts.Transfer`."""
+
+    def __init__(self, transfer: Transfer, pools: PinnedPools) -> None:
+        self._transfer = transfer
+        self._pools = pools
+
+    def load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
+        """Objects to pages."""
+        with self._pools.held():
+            self._transfer.load(block_ids, copies)
+
+    def store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
+        """Pages to objects."""
+        with self._pools.held():
+            self._transfer.store(block_ids, copies)
+
+    def close(self) -> None:
+        """Close the transfer, then unregister the pools."""
+        self._transfer.close()
+        self._pools.close()
+
+
+class Pace:
+    """How large pieces are: of ``fixed`` bytes, or so large that registering one takes about PIECE_SECONDS."""
+
+    def __init__(self, fixed: int | None = None) -> None:
+        self.piece = fixed or PIECE
+        self._fixed = fixed is not None
+
+    def took(self, seconds: float) -> None:
+        """The last piece took so long."""
+        if self._fixed:
+            return
+        if seconds < PIECE_SECONDS / 2:
+            self.piece = min(MOST, self.piece * 2)
+        elif seconds > PIECE_SECONDS * 2:
+            self.piece = max(LEAST, self.piece // 2)
+
+
+def pieces(address: int, size: int, pace: Pace) -> Iterator[tuple[int, int]]:
+    """Start and end of each piece: whole pages of the stretch, cut at multiples of what ``pace`` says by then."""
+    page = page_size()
+    start, last = -(-address // page) * page, (address + size) // page * page
+    while start < last:
+        end = min(last, start // pace.piece * pace.piece + pace.piece)
+        yield start, end
+        start = end
+
+
+def page_size() -> int:
+    """Bytes of an ordinary page of this host."""
+    return resource.getpagesize()
+
+
+def address_of(view: memoryview) -> int:
+    """Where the bytes of a writable, contiguous buffer lie."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def memlock_hint(size: int, status: Path = Path("/proc/self/status")) -> str | None:
+    """What to do when this process may not lock ``size`` bytes; ``None`` when no limit is in the way."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY or limit >= size or _may_lock_any(status):
+        return None
+    return (
+        f"this process may lock {limit} bytes (RLIMIT_MEMLOCK) of {size}: raise it with `ulimit -l unlimited`, "
+        f"docker's `--ulimit memlock=-1`, or LimitMEMLOCK=infinity in the systemd unit"
+    )
+
+
+def _may_lock_any(status: Path) -> bool:
+    with suppress(OSError, ValueError):
+        for line in status.read_text().splitlines():
+            if line.startswith("CapEff:"):
+                return bool(int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1)
+    return False
+
+
+def _explain(problem: Exception, size: int) -> str:
+    text = str(problem) if isinstance(problem, DriverError) else f"{type(problem).__name__}: {problem}"
+    if isinstance(problem, DriverError) and problem.code in _OF_LIMITS:
+        hint = memlock_hint(size)
+        if hint is not None:
+            return f"{text}; {hint}"
+    return text
+
+
+def _cut(starts: Sequence[int], ends: Sequence[int], address: int, length: int) -> list[MemorySpan]:
+    """``[address, address + length)`` as spans, each within one registered piece or outside of all."""
+    spans: list[MemorySpan] = []
+    position, last = address, address + length
+    index = max(0, bisect_right(starts, address) - 1)
+    for start, end in itertools.islice(zip(starts, ends, strict=True), index, None):
+        if start >= last:
+            break
+        if end <= position:
+            continue
+        if start > position:
+            spans.append(MemorySpan(position - address, start - position, False))
+            position = start
+        upto = min(end, last)
+        spans.append(MemorySpan(position - address, upto - position, True))
+        position = upto
+    if position < last:
+        spans.append(MemorySpan(position - address, last - position, False))
+    return spans
+
+
+def _end(stop: threading.Event, threads: set[threading.Thread]) -> None:
+    stop.set()
+    _join(threads)
+
+
+def _join(threads: set[threading.Thread]) -> None:
+    deadline = time.monotonic() + JOIN
+    for thread in list(threads):
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))

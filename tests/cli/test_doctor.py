@@ -1,0 +1,221 @@
+"""``maru doctor``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from maru_backends.checkup import check_cpu, check_cxl
+from maru_backends.cxl import CxlBackend
+from maru_core.cli import main
+from maru_core.config import MaruConfig
+from maru_core.contracts import BackendProvision, Finding, PoolRequest
+from maru_core.fakes import FakeBackend
+from maru_core.host import PluginHost
+from maru_core.plugin import hookimpl
+from maru_core.testing import ServerFactory
+from tests.backends.fake_sysfs import FakeSysfs
+
+MIB = 1 << 20
+#: The package has a command of this name.
+module = importlib.import_module("maru_core.cli.doctor")
+
+
+def maru(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["doctor", *arguments])
+
+
+def findings(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    result = maru("--json", "--runtime-dir", str(folder), *arguments)
+    found = json.loads(result.output)
+    broken = any(finding["level"] == "error" for finding in found)
+    assert result.exit_code == (1 if broken else 0)
+    return found
+
+
+def about(found: list[dict[str, Any]], subject: str) -> dict[str, Any]:
+    (one,) = [finding for finding in found if finding["subject"] == subject]
+    return one
+
+
+def text_of(found: Sequence[Finding], level: str) -> str:
+    return "\n".join(f"{one.subject}: {one.text} -> {one.remedy}" for one in found if one.level == level)
+
+
+def test_a_host_without_a_server_or_device_is_well(maru_runtime_dir: Path) -> None:
+    found = findings(maru_runtime_dir)
+    assert about(found, "cpu") == {
+        "area": "plugins",
+        "level": "ok",
+        "subject": "cpu",
+        "text": "backend cpu (built in)",
+        "remedy": "",
+    }
+    assert about(found, "/dev/shm")["level"] == "ok"
+    assert about(found, "RLIMIT_MEMLOCK")["area"] == "limits"
+    assert about(found, f"ipc://{maru_runtime_dir}/server.sock")["text"] == "no server runs"
+    shown = maru("--runtime-dir", str(maru_runtime_dir))
+    assert shown.exit_code == 0
+    for expected in ("\nbackends\n", "  ok      cpu: backend cpu", "  note    ipc://", "          -> `maru serve`"):
+        assert expected in shown.output
+
+
+def test_a_running_server_and_its_pools_are_listed(maru_server: ServerFactory, maru_runtime_dir: Path) -> None:
+    server = maru_server(maru_runtime_dir)
+    found = findings(maru_runtime_dir)
+    assert f"pid {server.pid}" in about(found, server.url)["text"]
+    (pool,) = [finding for finding in found if finding["text"].startswith("pool 0 of cpu")]
+    assert pool["subject"].startswith(str(maru_runtime_dir))
+
+
+def test_what_is_broken_makes_the_exit_code(maru_runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARU_POOL_PATH", "/nowhere")
+    assert about(findings(maru_runtime_dir), "/nowhere")["level"] == "error"
+    monkeypatch.delenv("MARU_POOL_PATH")
+    maru_runtime_dir.chmod(0o755)
+    found = about(findings(maru_runtime_dir), str(maru_runtime_dir))
+    assert "chmod 700" in found["text"]
+
+
+def test_a_device_that_is_set_and_is_not_there_is_broken(
+    maru_runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MARU_STORAGE_BACKEND", "mixed")
+    monkeypatch.setenv("MARU_CXL_POOL_PATH", "/dev/dax97.3")
+    assert about(findings(maru_runtime_dir), "/dev/dax97.3")["level"] == "error"
+
+
+def test_settings_that_cannot_be_read_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARU_POOL_SIZE", "much")
+    result = maru()
+    assert result.exit_code == 1
+    assert "MARU_POOL_SIZE is 'much'" in result.output
+
+
+class Vendor(FakeBackend):
+    """A backend whose checks are whatever the test wants."""
+
+    def __init__(self, answer: object) -> None:
+        super().__init__()
+        self._answer = answer
+
+    @hookimpl
+    def maru_storage_backends(self) -> list[BackendProvision]:
+        return [BackendProvision(self.name, lambda: self, diagnose=self._diagnose)]
+
+    def _diagnose(self, config: MaruConfig) -> Any:
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "level", "expected"),
+    [
+        ([Finding("warning", "acme0", "is warm", "open a window")], "warning", "is warm"),
+        (ValueError("lost"), "error", "its checks failed: ValueError: lost"),
+        (["text"], "error", "'text' is no Finding"),
+        (None, "error", "its checks failed: TypeError"),
+    ],
+)
+def test_vendors_add_findings_and_their_faults_are_findings(answer: object, level: str, expected: str) -> None:
+    patient = module.Patient(MaruConfig(), PluginHost.with_plugins({"acme": Vendor(answer)}))
+    (found,) = module.backends(patient)
+    assert found.level == level
+    assert expected in found.text
+
+
+def test_what_a_vendor_says_cannot_obey_a_terminal(maru_runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHECKS", (("x", lambda patient: [Finding("ok", "a\x1b[2J", "b\x07\nc", "d\r")]),))
+    shown = maru("--runtime-dir", str(maru_runtime_dir)).output
+    assert shown == "x\n  ok      a\\x1b[2J: b\\x07\n          c\n          -> d\\r\n"
+
+
+def test_a_plugin_whose_checks_cannot_be_called_is_refused() -> None:
+    plugin = FakeBackend()
+
+    class Wrong:
+        @hookimpl
+        def maru_storage_backends(self) -> list[BackendProvision]:
+            return [BackendProvision("wrong", lambda: plugin, diagnose="later")]  # type: ignore[arg-type]
+
+    (info,) = PluginHost.with_plugins({"wrong": Wrong()}).report()
+    assert info.status == "failed"
+    assert "'later' as its diagnose" in info.reason
+
+
+def test_devices_are_listed_with_what_is_wrong_and_the_command_that_mends_it(tmp_path: Path) -> None:
+    sysfs = FakeSysfs(tmp_path / "sys")
+    sysfs.add("dax0.0", {"size": str(1 << 30), "align": "2097152"}, driver="kmem")
+    sysfs.add("dax1.0", {"size": str(250 * MIB), "align": "4096"})
+    dev = tmp_path / "dev"
+    found = check_cxl(MaruConfig(), sysfs.root, dev)
+    problems = text_of(found, "warning")
+    for part in (
+        f"{dev}/dax0.0: 1.0 GiB (1073741824 bytes), align 2.0 MiB, mode system-ram",
+        "daxctl reconfigure-device --mode=devdax --force dax0.0",
+        f"{dev}/dax1.0: 250.0 MiB (262144000 bytes), align 4.0 KiB, mode devdax",
+        "--align=2M",
+        "--size=",
+    ):
+        assert part in problems
+    assert text_of(found, "error") == ""
+    config = MaruConfig(storage_backend="cxl", cxl_pool_path=f"{dev}/dax0.0")
+    assert "daxctl reconfigure-device" in text_of(check_cxl(config, sysfs.root, dev), "error")
+    unset = MaruConfig(storage_backend="cxl")
+    sysfs.add("dax2.0", {"size": str(1 << 30), "align": "2097152"})
+    assert "2 devices could be used and none is named" in text_of(check_cxl(unset, sysfs.root, dev), "error")
+
+
+def test_a_stand_in_says_so_and_whose_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "device"
+    path.touch(0o600)
+    os.truncate(path, 8 * MIB)
+    config = MaruConfig(storage_backend="cxl", pool_path=str(path))
+
+    def said() -> str:
+        return text_of(check_cxl(config, tmp_path, tmp_path), "warning")
+
+    assert "a file stands in for a device, for development only: never used by Maru" in said()
+    backend = CxlBackend(settle=0.0)
+    request = PoolRequest(0, 8 * MIB, 8192, 0, str(path), "owner")
+    pool = backend.create_pool(request)
+    assert f"in use by process {os.getpid()}" in said()
+    assert backend.adopt_pool(request) is None, "to look takes nothing from its owner"
+    pool.leave()
+    assert "left for the next server by" in said()
+    again = backend.adopt_pool(request)
+    assert again is not None
+    again.destroy()
+    assert "free, last used by" in said()
+    missing = MaruConfig(storage_backend="cxl", pool_path=str(tmp_path / "none" / "x"))
+    assert "No such file" in text_of(check_cxl(missing, tmp_path, tmp_path), "error")
+
+
+def test_huge_pages_that_are_off_for_the_process_are_an_error_before_sigbus_is(tmp_path: Path) -> None:
+    sysfs = FakeSysfs(tmp_path / "sys")
+    sysfs.add("dax0.0", {"size": str(1 << 30), "align": "2097152"})
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/status").write_text("Name:\tx\nTHP_enabled:\t0\nx\n")
+    config = MaruConfig(storage_backend="cxl", pool_path=str(tmp_path / "dev/dax0.0"))
+    assert "SIGBUS" in text_of(check_cxl(config, sysfs.root, tmp_path / "dev", tmp_path), "error")
+
+
+def test_memory_for_cpu_pools(tmp_path: Path) -> None:
+    pages = tmp_path / "sys/kernel/mm"
+    (pages / "transparent_hugepage").mkdir(parents=True)
+    (pages / "transparent_hugepage/shmem_enabled").write_text("always within_size advise [never] deny force\n")
+    (pages / "hugepages/hugepages-2048kB").mkdir(parents=True)
+    (pages / "hugepages/hugepages-2048kB/nr_hugepages").write_text("8\n")
+    (pages / "hugepages/hugepages-2048kB/free_hugepages").write_text("3\n")
+    found = check_cpu(MaruConfig(pool_path=str(tmp_path), pool_size=1 << 60), tmp_path)
+    assert "mount a tmpfs with huge=always" in text_of(found, "note")
+    assert "3 of 8 pages of 2048kB" in text_of(found, "ok")
+    assert "does not fit into what is free now" in text_of(found, "warning")
