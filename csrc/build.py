@@ -1,8 +1,8 @@
 """Builds the native code when Maru is installed, and never fails an install: a hook of hatchling that calls CMake.
 
-Each part (``host``) is built or left out with a reason; both go into ``maru_backends/_build_info.json``. A wheel gets
-the libraries beside ``maru_backends/native.py``, an editable install puts them into the tree itself. ``python
-csrc/build.py`` does the latter, for a checkout that is used through ``PYTHONPATH``.
+Each part (``host``, ``cuda``) is built or left out with a reason; both go into a ``_build_info.json`` in each package
+that has a library. A wheel gets the libraries beside the modules that bind them, an editable install puts them into the
+tree itself. ``python csrc/build.py`` does the latter, for a checkout that is used through ``PYTHONPATH``.
 
 Not scikit-build-core: its editable installs, of either mode, put an import hook in front of ``PYTHONPATH``, so that a
 second checkout of the same project cannot be used.
@@ -24,10 +24,11 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-#: Parts by name, with the library that each makes: targets ``maru_<name>`` of CMakeLists.txt.
-PARTS = {"host": "libmaru_host.so"}
+#: Parts by name, with the library that each makes, in the package that binds it: targets ``maru_<name>`` of
+#: CMakeLists.txt.
+PARTS = {"host": Path("maru_backends/libmaru_host.so"), "cuda": Path("maru_transfer/libmaru_cuda.so")}
 BUILD_INFO = "_build_info.json"
-PACKAGE = "maru_backends"
+PACKAGES = sorted({library.parent for library in PARTS.values()})
 SKIP = "MARU_SKIP_KV_OPS"
 #: Seconds for one run of CMake.
 TIMEOUT = 1800
@@ -56,8 +57,9 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             # Lives until the wheel is written, see finalize.
             self._made = Path(tempfile.mkdtemp(prefix="maru-wheel-"))
             info = build(root, self._made)
-            for path in self._made.iterdir():
-                build_data["force_include"][str(path)] = f"{PACKAGE}/{path.name}"
+            for package in PACKAGES:
+                for path in (self._made / package).iterdir():
+                    build_data["force_include"][str(path)] = str(package / path.name)
             if any(part["built"] for part in info.values()):
                 build_data["pure_python"] = False
                 # Not of one Python version: nothing in the libraries knows of Python.
@@ -75,27 +77,29 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
 def build(root: Path, target: Path) -> dict[str, dict[str, Any]]:
     """Build every part of the tree ``root`` into the folder ``target``, and write there what was built."""
+    for package in PACKAGES:
+        (target / package).mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="maru-build-") as folder:
         info = {}
         for name, reason in _configure(root, Path(folder)).items():
             reason = reason or _make(Path(folder), name, target)
             info[name] = {"built": reason is None, "reason": reason}
-    (target / BUILD_INFO).write_text(json.dumps(info, indent=2) + "\n")
+    for package in PACKAGES:
+        (target / package / BUILD_INFO).write_text(json.dumps(info, indent=2) + "\n")
     return info
 
 
 def build_in_place(root: Path) -> dict[str, dict[str, Any]]:
     """:meth:`build` into the tree itself; what an earlier build left there is replaced or removed."""
-    package = root / PACKAGE
     # Beside their final place, to be moved there in one step: processes may have the old ones mapped.
-    with tempfile.TemporaryDirectory(prefix=".maru-build-", dir=package) as folder:
+    with tempfile.TemporaryDirectory(prefix=".maru-build-", dir=root / PACKAGES[0]) as folder:
         info = build(root, Path(folder))
-        for name in (*PARTS.values(), BUILD_INFO):
+        for name in (*PARTS.values(), *(package / BUILD_INFO for package in PACKAGES)):
             made = Path(folder, name)
             if made.exists():
-                made.replace(package / name)
+                made.replace(root / name)
             else:
-                (package / name).unlink(missing_ok=True)
+                (root / name).unlink(missing_ok=True)
     return info
 
 
@@ -128,7 +132,7 @@ def _make(folder: Path, name: str, target: Path) -> str | None:
     reason = _run(["cmake", "--build", str(folder), "--target", f"maru_{name}"])
     if reason is None:
         try:
-            shutil.copy(folder / "lib" / PARTS[name], target)
+            shutil.copy(folder / "lib" / PARTS[name].name, target / PARTS[name])
         except OSError as error:
             return f"the library cannot be kept: {error}"
     return reason

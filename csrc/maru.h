@@ -56,6 +56,12 @@ enum maru_status {
   MARU_E_UNSUPPORTED = -3,
   /* An argument is none of the values that are named here. */
   MARU_E_ARGUMENT = -4,
+  /* There is no CUDA driver, or it lacks what is needed. */
+  MARU_E_NO_DRIVER = -5,
+  /* A call of the CUDA driver failed; maru_cuda_error says which. */
+  MARU_E_CUDA = -6,
+  /* No memory for a few kilobytes. */
+  MARU_E_MEMORY = -7,
 };
 
 /* Instructions that write lines back. All but CLWB and DC CVAC drop them as well. */
@@ -107,6 +113,150 @@ MARU_API int maru_flush_with(uint32_t instruction, const void *address, size_t l
 
 /* One line of English for a status, static memory, never NULL. */
 MARU_API const char *maru_status_text(int status);
+
+/* ==== Copies between a CUDA device's pages and objects in host memory: libmaru_cuda =================================
+ *
+ * A library of its own. It calls the driver (libcuda.so.1), which it opens by name when it is asked to: it loads without
+ * one, and there is no second CUDA runtime beside that of torch, whichever version that is. It works in the device's
+ * primary context, the one that CUDA runtimes use, and makes it current only for the time of a call.
+ *
+ * Addresses are numbers; none is checked. Device addresses are what the driver and torch call pointers. Layouts are
+ * described as maru_core/geometry.py does: by strides, so that no layout has a name here.
+ *
+ * One struct maru_cuda may be used by any number of threads, one struct maru_pages by one thread at a time. In a forked
+ * child neither may be used, not even closed. */
+
+/* Planes of a layer: K and V, or one. */
+#define MARU_PLANES 2
+
+/* Where element (block, token, head, dim) of a plane lies, in elements behind the layer's first one:
+ * offset + b*block + t*token + h*head + d*dim. */
+struct maru_plane {
+  uint64_t offset, block, token, head, dim;
+};
+
+/* Pages of one engine rank, every layer alike, and the objects: [planes, layers, chunk_tokens, heads, head_size]. */
+struct maru_geometry {
+  struct maru_plane plane[MARU_PLANES];
+  uint32_t planes, layers, blocks, block_size, heads, head_size;
+  /* Bytes: 1, 2, 4 or 8. */
+  uint32_t element_size;
+  uint32_t chunk_tokens;
+};
+
+/* How the bytes of a segment travel. */
+enum maru_way {
+  /* By the copy engine to or from a slot of staging memory, and by a kernel between that and the pages. */
+  MARU_STAGED = 0,
+  /* The same, with one more copy by the CPU to or from the bounce buffer: for memory that the driver does not know. */
+  MARU_BOUNCED = 1,
+  /* By the copy engine straight to or from the pages, one copy per row and run of blocks that follow each other. */
+  MARU_DIRECT = 2,
+  /* By a kernel that reaches the object itself; its address must be a multiple of the element size. */
+  MARU_MAPPED = 3,
+};
+
+enum maru_direction { MARU_LOAD = 0, MARU_STORE = 1 };
+
+/* Rows [row, row + rows) of an object, row = plane * layers + layer, and of each the tokens [token, token + tokens).
+ * Tokens are counted from the beginning of the request: token t is slot t % block_size of its block t / block_size. */
+struct maru_segment {
+  /* Address of the object's first wanted byte: of `row`, of `token`. */
+  uint64_t host;
+  /* Bytes behind the beginning of the slice's slot, a multiple of 16; only for staged and bounced segments. */
+  uint64_t offset;
+  uint32_t row, rows, token, tokens;
+  /* Segments with one number are moved together. They follow each other and travel in one way. */
+  uint32_t slice;
+  /* enum maru_way. */
+  uint32_t way;
+};
+
+/* What one maru_cuda_submit moves. All arrays must stay as they are until maru_cuda_wait has returned. */
+struct maru_job {
+  const struct maru_segment *segments;
+  /* Blocks of the request from place `first_place` on; each below `geometry.blocks`. */
+  const int32_t *blocks;
+  /* Addresses, ascending, at which no copy may cross: where one registration of host memory ends and another begins. */
+  const uint64_t *cuts;
+  uint32_t segment_count, block_count, first_place, cut_count;
+  /* enum maru_direction. */
+  uint32_t direction;
+  /* Slices that are submitted and have not crossed, 1 to 64. When there are so many, the thread sleeps until `burst` of
+   * them have gone (1 to `window`): the more, the fewer times it wakes up. A copy of somebody else waits for all
+   * slots but one at most, unless the driver puts its stream and one of ours into one queue: then for the window. */
+  uint32_t window, burst;
+  /* Thread blocks per launch at most; 0: as many as the device runs at once. */
+  uint32_t grid;
+  /* 1: copies one by one, even where the driver takes them in batches. */
+  uint32_t one_by_one;
+  uint32_t reserved;
+  /* The caller's stream, a CUstream. */
+  uint64_t stream;
+};
+
+struct maru_cuda_info {
+  /* As the driver counts: 12080 is 12.8. */
+  int32_t driver_version;
+  int32_t multiprocessors;
+  /* Compute capability, 90 for 9.0. */
+  int32_t architecture;
+  /* Whether the driver takes copies in batches. */
+  int32_t batches;
+  /* Whether a kernel may use the host's address of registered memory; without it nothing may be MARU_MAPPED. */
+  int32_t maps_host;
+  int32_t reserved;
+};
+
+struct maru_cuda;
+struct maru_pages;
+
+/* MARU_ABI_VERSION of this library. */
+MARU_API uint32_t maru_cuda_abi_version(void);
+
+/* Open the driver (`library`, or NULL for libcuda.so.1) and device number `device` of those that this process sees.
+ * MARU_E_NO_DRIVER, MARU_E_CUDA, MARU_E_MEMORY, MARU_E_NULL; `text`, if not NULL, then says why in at most `text_bytes`
+ * bytes with the zero behind. */
+MARU_API int maru_cuda_open(const char *library, int device, struct maru_cuda **cuda, char *text, size_t text_bytes);
+
+/* Let go of the device. Every struct maru_pages of it must be closed before. NULL is fine. */
+MARU_API void maru_cuda_close(struct maru_cuda *cuda);
+
+/* Fill `info`. */
+MARU_API int maru_cuda_query(const struct maru_cuda *cuda, struct maru_cuda_info *info);
+
+/* The registered or driver-allocated host memory around `address`: its first address and its bytes, 0 bytes if none. */
+MARU_API int maru_cuda_host_range(struct maru_cuda *cuda, uint64_t address, uint64_t *start, uint64_t *bytes);
+
+/* Get ready to move pages. `layer_addresses`: where each layer's first element is on the device, aligned. `staging`: device
+ * memory of the caller, `slots` slots (1 to 16) of `slot_bytes` bytes (a multiple of 16) and behind them 8 bytes per layer; it must
+ * stay until maru_cuda_unbind. `text` as in maru_cuda_open.
+ * MARU_E_ARGUMENT, MARU_E_CUDA, MARU_E_MEMORY, MARU_E_NULL. */
+MARU_API int maru_cuda_bind(struct maru_cuda *cuda, const struct maru_geometry *geometry,
+                            const uint64_t *layer_addresses, uint64_t staging, uint64_t slot_bytes, uint32_t slots,
+                            struct maru_pages **pages, char *text, size_t text_bytes);
+
+/* Wait for what is under way and let go; staging memory is the caller's again. NULL is fine. */
+MARU_API void maru_cuda_unbind(struct maru_pages *pages);
+
+/* Page-locked host memory of the caller, as large as all slots, for MARU_BOUNCED; without it such a job is refused. */
+MARU_API int maru_cuda_set_bounce(struct maru_pages *pages, uint64_t bounce);
+
+/* Start to move a job's segments, in order. Returns when the last one is submitted, which is when all but `window`
+ * slices have gone; the caller must then call maru_cuda_wait, also when this failed.
+ * Pages are touched after what is on the caller's stream now, and what comes to that stream later waits for them.
+ * MARU_E_ARGUMENT (nothing was started), MARU_E_CUDA, MARU_E_NULL. */
+MARU_API int maru_cuda_submit(struct maru_pages *pages, const struct maru_job *job);
+
+/* Wait until the host memory of the last job may be used again: read by a load, written by a store. After a failure
+ * nothing is under way any more when this returns; what was moved is undefined. MARU_E_CUDA, MARU_E_NULL. */
+MARU_API int maru_cuda_wait(struct maru_pages *pages);
+
+/* Seconds that the last job took the calling thread: to issue it, and asleep until there was room or all had gone. */
+MARU_API int maru_cuda_times(const struct maru_pages *pages, double *issued, double *waited);
+
+/* What went wrong in the last failed call on `pages`; valid until the next call on it. Never NULL. */
+MARU_API const char *maru_cuda_error(const struct maru_pages *pages);
 
 #ifdef __cplusplus
 }

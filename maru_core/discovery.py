@@ -21,6 +21,7 @@ BUILT_INS: Final[Mapping[str, str]] = {
     "cpu": "maru_backends.cpu",
     "cxl": "maru_backends.cxl",
     "mixed": "maru_backends.mixed",
+    "kernel": "maru_transfer.kernel_plugin",
     "torch-copy": "maru_transfer.torch_copy_plugin",
     "eviction": "maru_core.eviction_plugin",
 }

@@ -22,6 +22,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("maru_core", "maru_backends", "maru_transfer", "maru_integrations", "maru_plugins_dax")
 LIBRARY = "maru_backends/libmaru_host.so"
 BUILD_INFO = "maru_backends/_build_info.json"
+#: Made where there is an nvcc.
+CUDA_LIBRARY = "maru_transfer/libmaru_cuda.so"
+CUDA_BUILD_INFO = "maru_transfer/_build_info.json"
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 #: What a process sees of the native code.
 LOOK = """
@@ -101,7 +104,9 @@ def test_a_plain_install_builds_it_and_packs_what_it_did_before(tree: Path, tmp_
         entry_points = packed.read("maru_kv-0.1.0.dist-info/entry_points.txt").decode()
         packed.extractall(tmp_path / "site")
     modules = {str(path.relative_to(tree)) for package in PACKAGES for path in (tree / package).rglob("*.py")}
-    assert modules | {LIBRARY, BUILD_INFO} == {name for name in names if not name.startswith("maru_kv-")}
+    cuda = {CUDA_LIBRARY} if shutil.which("nvcc") else set()
+    packed_files = {name for name in names if not name.startswith("maru_kv-")}
+    assert modules | {LIBRARY, BUILD_INFO, CUDA_BUILD_INFO} | cuda == packed_files
     assert "maru_kv-0.1.0.dist-info/licenses/LICENSE" in names
     assert "maru = maru_core.cli:main" in entry_points
     assert "cpu = maru_backends.cpu" in entry_points

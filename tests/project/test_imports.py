@@ -30,7 +30,7 @@ MORE: dict[str, set[str]] = {
 }
 #: Modules that may not import torch although their package may.
 NO_TORCH = (
-    *("maru_transfer/plan.py", "maru_transfer/torch_copy_plugin.py"),
+    *("maru_transfer/plan.py", "maru_transfer/torch_copy_plugin.py", "maru_transfer/kernel_plugin.py"),
     *("maru_transfer/cuda_driver.py", "maru_transfer/pinning.py", "maru_transfer/pinning_findings.py"),
 )
 #: Public names of the core for plugins that live outside of it, and for ours which is written like them.
@@ -201,4 +201,4 @@ host = PluginHost.discover(PluginSettings(()), path=[])
 print(json.dumps([sorted(host.backends()), sorted(host.engines()), "torch" in sys.modules]))
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert json.loads(run.stdout) == [["cpu", "cxl", "mixed"], ["torch-copy"], False]
+    assert json.loads(run.stdout) == [["cpu", "cxl", "mixed"], ["kernel", "torch-copy"], False]

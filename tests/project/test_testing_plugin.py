@@ -67,7 +67,7 @@ ISOLATED = """
     def test_discovery_finds_nothing_even_when_all_are_allowed():
         for settings in (PluginSettings(), PluginSettings.from_environ(os.environ), PluginSettings(("told",))):
             host = PluginHost.discover(settings)
-            assert [i.name for i in host.report()] == ["cpu", "cxl", "mixed", "torch-copy", "eviction"]
+            assert [i.name for i in host.report()] == ["cpu", "cxl", "mixed", "kernel", "torch-copy", "eviction"]
 
     def test_child():
         code = (
@@ -76,7 +76,7 @@ ISOLATED = """
             "print([i.name for i in host.report() if i.status == 'active'])"
         )
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        assert out.strip() == "['cpu', 'cxl', 'mixed', 'torch-copy', 'eviction']"
+        assert out.strip() == "['cpu', 'cxl', 'mixed', 'kernel', 'torch-copy', 'eviction']"
 """
 
 

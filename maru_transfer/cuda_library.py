@@ -1,0 +1,332 @@
+"""Binding to the native CUDA code (``csrc/maru.h``): structures, functions, and why they cannot be used.
+
+The library is optional and opens the driver by itself, so that importing this module, and even loading the library,
+needs neither a GPU nor torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from attrs import frozen
+
+from maru_core.errors import TransferError
+from maru_core.geometry import ObjectLayout, PagedLayout
+
+LIBRARY: Final = "libmaru_cuda.so"
+#: What the build wrote about itself, beside the library.
+BUILD_INFO: Final = "_build_info.json"
+#: MARU_ABI_VERSION of the header that this module was written for.
+ABI_VERSION: Final = 1
+REBUILD: Final = "install Maru again where nvcc can be found"
+
+#: enum maru_way.
+STAGED, BOUNCED, DIRECT, MAPPED = range(4)
+#: enum maru_direction.
+LOAD, STORE = range(2)
+#: MARU_PLANES, MARU_PLACE_SEGMENTS and MARU_PLACE_BLOCKS: what a layout may have and what one launch takes.
+MOST_PLANES: Final = 2
+MOST_SEGMENTS: Final = 24
+MOST_BLOCKS: Final = 640
+
+#: struct maru_segment.
+SEGMENT: Final = np.dtype(
+    [
+        ("host", "u8"),
+        ("offset", "u8"),
+        ("row", "u4"),
+        ("rows", "u4"),
+        ("token", "u4"),
+        ("tokens", "u4"),
+        ("slice", "u4"),
+        ("way", "u4"),
+    ]
+)
+Array = np.ndarray[Any, Any]
+_TEXT: Final = 512
+
+
+class _Plane(ctypes.Structure):
+    """struct maru_plane."""
+
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("offset", "block", "token", "head", "dim"))
+
+
+class _Geometry(ctypes.Structure):
+    """struct maru_geometry."""
+
+    _fields_ = (
+        ("plane", _Plane * MOST_PLANES),
+        *(
+            (name, ctypes.c_uint32)
+            for name in (
+                "planes",
+                "layers",
+                "blocks",
+                "block_size",
+                "heads",
+                "head_size",
+                "element_size",
+                "chunk_tokens",
+            )
+        ),
+    )
+
+
+class _Job(ctypes.Structure):
+    """struct maru_job."""
+
+    _fields_ = (
+        ("segments", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
+        ("cuts", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_uint32)
+            for name in (
+                "segment_count",
+                "block_count",
+                "first_place",
+                "cut_count",
+                "direction",
+                "window",
+                "burst",
+                "grid",
+                "one_by_one",
+                "reserved",
+            )
+        ),
+        ("stream", ctypes.c_uint64),
+    )
+
+
+class _Info(ctypes.Structure):
+    """struct maru_cuda_info."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int32)
+        for name in ("driver_version", "multiprocessors", "architecture", "batches", "maps_host", "reserved")
+    )
+
+
+@frozen
+class DeviceInfo:
+    """``driver_version`` as the driver counts (12080 is 12.8), ``architecture`` 90 for compute capability 9.0.
+
+    ``batches``: the driver takes copies in batches. ``maps_host``: kernels reach registered memory at its address.
+    """
+
+    driver_version: int
+    multiprocessors: int
+    architecture: int
+    batches: bool
+    maps_host: bool
+
+
+@frozen(eq=False)
+class Job:
+    """What one call moves. ``segments`` of type SEGMENT, ``blocks`` int32, ``cuts`` uint64, as struct maru_job says."""
+
+    direction: int
+    segments: Array
+    blocks: Array
+    first_place: int
+    cuts: Array
+
+
+@frozen
+class Submission:
+    """How a job is handed to the device: see struct maru_job."""
+
+    window: int
+    burst: int = 1
+    grid: int = 0
+    one_by_one: bool = False
+
+
+class CudaLibrary:
+    """The library, loaded. Thread-safe. Made by :func:`load`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """Raises AttributeError when the library lacks a function."""
+        pointer, number, text = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_char_p
+        status, size, count = ctypes.c_int, ctypes.c_size_t, ctypes.c_uint32
+
+        def function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+            found = getattr(library, name)
+            found.argtypes, found.restype = arguments, result
+            return found  # type: ignore[no-any-return]
+
+        self.open = function("maru_cuda_open", status, text, ctypes.c_int, pointer, text, size)
+        self.close = function("maru_cuda_close", None, pointer)
+        self.query = function("maru_cuda_query", status, pointer, pointer)
+        self.host_range = function("maru_cuda_host_range", status, pointer, number, pointer, pointer)
+        self.bind = function(
+            "maru_cuda_bind", status, pointer, pointer, pointer, number, number, count, pointer, text, size
+        )
+        self.unbind = function("maru_cuda_unbind", None, pointer)
+        self.set_bounce = function("maru_cuda_set_bounce", status, pointer, number)
+        self.submit = function("maru_cuda_submit", status, pointer, pointer)
+        self.wait = function("maru_cuda_wait", status, pointer)
+        self.times = function("maru_cuda_times", status, pointer, pointer, pointer)
+        self.error = function("maru_cuda_error", text, pointer)
+
+
+def load(path: Path | None = None) -> CudaLibrary | str:
+    """The library beside this module, or that at ``path``; or why it cannot be used, with the remedy."""
+    place = path or Path(__file__).with_name(LIBRARY)
+    if not place.exists():
+        return _absent(place)
+    try:
+        library = ctypes.CDLL(str(place))
+        version = library.maru_cuda_abi_version()
+        if version != ABI_VERSION:
+            return (
+                f"{place} has version {version} of the interface, this Maru needs {ABI_VERSION}: it is left over"
+                f" from another one; {REBUILD}"
+            )
+        return CudaLibrary(library)
+    except (OSError, AttributeError) as error:  # for another processor, cut short, or something else
+        return f"{place} cannot be used: {error}; {REBUILD}"
+
+
+def _absent(place: Path) -> str:
+    try:
+        info = json.loads(place.with_name(BUILD_INFO).read_text())
+        reason = info["cuda"]["reason"]
+    except (OSError, ValueError, KeyError, TypeError):  # nothing was ever built, or not by us
+        reason = None
+    return f"{place} does not exist: {reason or 'the CUDA code was not built'}; {REBUILD}"
+
+
+class CudaDevice:
+    """One device, open. Thread-safe."""
+
+    def __init__(self, library: CudaLibrary, number: int, driver: str | None = None) -> None:
+        """``number`` among the devices that this process sees. Raises TransferError with the driver's reason."""
+        self._library = library
+        self._handle = ctypes.c_void_p()
+        text = ctypes.create_string_buffer(_TEXT)
+        name = None if driver is None else driver.encode()
+        if library.open(name, number, ctypes.byref(self._handle), text, len(text)):
+            raise TransferError(text.value.decode(errors="replace") or "no memory for a handle")
+        info = _Info()
+        library.query(self._handle, ctypes.byref(info))
+        self.info = DeviceInfo(
+            info.driver_version, info.multiprocessors, info.architecture, bool(info.batches), bool(info.maps_host)
+        )
+
+    def host_range(self, address: int) -> tuple[int, int]:
+        """First address and bytes of the registered memory around ``address``; (0, 0) when it is not registered."""
+        start, size = ctypes.c_uint64(), ctypes.c_uint64()
+        self._library.host_range(self._handle, address, ctypes.byref(start), ctypes.byref(size))
+        return start.value, size.value
+
+    def bind(
+        self,
+        paged: PagedLayout,
+        stored: ObjectLayout,
+        layer_addresses: Sequence[int],
+        staging: int,
+        slot_bytes: int,
+        slots: int,
+    ) -> CudaPages:
+        """Get ready to move pages; ``staging`` holds the slots and behind them 8 bytes per layer. TransferError."""
+        handle = ctypes.c_void_p()
+        text = ctypes.create_string_buffer(_TEXT)
+        addresses = (ctypes.c_uint64 * len(layer_addresses))(*layer_addresses)
+        status = self._library.bind(
+            self._handle,
+            ctypes.byref(_geometry(paged, stored)),
+            addresses,
+            staging,
+            slot_bytes,
+            slots,
+            ctypes.byref(handle),
+            text,
+            len(text),
+        )
+        if status:
+            reason = text.value.decode(errors="replace") or f"status {status} for {paged}, {stored}"
+            raise TransferError(f"the kernels cannot be used on these pages: {reason}")
+        return CudaPages(self._library, handle)
+
+    def close(self) -> None:
+        """Let go of the device; everything that was bound to it is unbound before. Idempotent."""
+        handle, self._handle = self._handle, ctypes.c_void_p()
+        self._library.close(handle)
+
+
+class CudaPages:
+    """Pages of one engine rank, bound. Used by one thread at a time."""
+
+    def __init__(self, library: CudaLibrary, handle: ctypes.c_void_p) -> None:
+        self._library = library
+        self._handle = handle
+        self._job: Job | None = None
+
+    def set_bounce(self, address: int) -> None:
+        """Locked host memory as large as all slots."""
+        self._library.set_bounce(self._handle, address)
+
+    def submit(self, job: Job, how: Submission, stream: int) -> None:
+        """Start a job; :meth:`wait` must follow, also when this raises TransferError."""
+        self._job = job
+        raw = _Job(
+            job.segments.ctypes.data,
+            job.blocks.ctypes.data,
+            job.cuts.ctypes.data,
+            len(job.segments),
+            len(job.blocks),
+            job.first_place,
+            len(job.cuts),
+            job.direction,
+            how.window,
+            how.burst,
+            how.grid,
+            how.one_by_one,
+            0,
+            stream,
+        )
+        self._check(self._library.submit(self._handle, ctypes.byref(raw)))
+
+    def wait(self) -> None:
+        """Until the job's host memory may be used again. Raises TransferError."""
+        try:
+            self._check(self._library.wait(self._handle))
+        finally:
+            self._job = None
+
+    def times(self) -> tuple[float, float]:
+        """Seconds that the last job took this thread: to issue, and asleep."""
+        issued, waited = ctypes.c_double(), ctypes.c_double()
+        self._library.times(self._handle, ctypes.byref(issued), ctypes.byref(waited))
+        return issued.value, waited.value
+
+    def close(self) -> None:
+        """Wait for what is under way, then let go. Idempotent."""
+        handle, self._handle = self._handle, ctypes.c_void_p()
+        self._library.unbind(handle)
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise TransferError(self._library.error(self._handle).decode(errors="replace"))
+
+
+def _geometry(paged: PagedLayout, stored: ObjectLayout) -> _Geometry:
+    planes = [_Plane(p.offset, p.block, p.token, p.head, p.dim) for p in paged.planes]
+    return _Geometry(
+        (_Plane * MOST_PLANES)(*planes),
+        len(planes),
+        paged.num_layers,
+        paged.num_blocks,
+        paged.block_size,
+        paged.num_heads,
+        paged.head_size,
+        paged.element_size,
+        stored.chunk_tokens,
+    )

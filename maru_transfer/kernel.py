@@ -1,0 +1,315 @@
+"""The ``kernel`` engine: bulk bytes by the copy engine, placement by kernels, both behind a plain C interface.
+
+An object crosses the bus as it is stored, in slices of some megabytes, into or out of a ring of staging memory on the
+device; a kernel places each slice while the next one crosses. Few multiprocessors are busy for a short time, and what
+is under way on the bus is bounded, so that an engine's own small copies find a gap. Runs that are long on both sides
+skip staging, requests that are tiny skip the copy engine, and memory that the driver does not know takes a detour
+through a locked buffer. ``csrc/maru.h`` says how copies are ordered.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from attrs import field, frozen
+
+from maru_core.contracts import Transfer
+from maru_core.errors import TransferError
+from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
+from maru_transfer.plan import mismatch, plan_pieces
+
+if TYPE_CHECKING:
+    from maru_transfer.cuda_library import CudaDevice, CudaLibrary, Job
+    from maru_transfer.slices import Spans
+
+#: Planes, elements of a byte or a few: what the kernels know.
+_ELEMENT_SIZES = (1, 2, 4, 8)
+_MOST_PLANES = 2
+#: Objects that are smaller share a slice, so that it is worth a launch.
+_LEAST_SLOT = 8 << 20
+
+
+@frozen
+class Tuning:
+    """How much is under way at once, and when which way is taken; see docs/performance.md for the figures behind it.
+
+    ``slots`` of at most ``slot_bytes`` make the staging memory (less for small objects); somebody else's copy waits for
+    all of them but one. At most ``window`` slices are submitted at a time, and ``burst`` of them waited for at once.
+    ``grid``: thread blocks of one launch. ``direct_bytes`` and ``mapped_bytes``: see maru_transfer.slices.Limits.
+    ``one_by_one``: no batches of copies.
+    """
+
+    slot_bytes: int = 32 << 20
+    slots: int = 2
+    window: int = 8
+    burst: int = 6
+    grid: int = 16
+    direct_bytes: int = 2 << 20
+    mapped_bytes: int = 4 << 20
+    one_by_one: bool = False
+
+
+class Memory(Protocol):
+    """Where a transfer gets memory and the caller's stream from: torch, so that torch accounts for it."""
+
+    def on_device(self, nbytes: int) -> tuple[Any, int]:
+        """Memory of the device: its owner, and its address, a multiple of 256. May raise RuntimeError."""
+
+    def locked(self, nbytes: int) -> tuple[Any, int]:
+        """Page-locked memory of the host, likewise."""
+
+    def stream(self) -> int:
+        """The calling thread's current stream."""
+
+
+class KernelTransfer:
+    """Implements :class:`maru_core.contracts.Transfer` for KV tensors on one CUDA device."""
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        memory: Memory,
+        layers: Sequence[Any],
+        paged: PagedLayout,
+        stored: ObjectLayout,
+        tuning: Tuning,
+    ) -> None:
+        """Takes staging memory. Raises TransferError."""
+        from maru_transfer.cuda_library import Submission
+        from maru_transfer.slices import Limits, Slicer
+        from maru_transfer.tensors import group_layers
+
+        group_layers(layers, paged)  # for what it checks
+        self._device = device
+        self._memory = memory
+        self._layers: Sequence[Any] = layers
+        token = stored.hidden * stored.element_size
+        wanted = min(tuning.slot_bytes, max(stored.nbytes, _LEAST_SLOT))
+        self._slot_bytes = -(-max(wanted, token) // 256) * 256
+        self._slots = tuning.slots
+        self._how = Submission(tuning.window, tuning.burst, tuning.grid, tuning.one_by_one)
+        mapped = tuning.mapped_bytes if device.info.maps_host else -1
+        self._slicer = Slicer(paged, stored, Limits(self._slot_bytes, tuning.direct_bytes, mapped))
+        self._pinned: Any = None
+        nbytes = self._slots * self._slot_bytes + 8 * paged.num_layers
+        try:
+            self._staging, address = memory.on_device(nbytes)
+        except RuntimeError as error:
+            raise TransferError(f"no {nbytes} bytes of device memory for staging: {error}") from error
+        self._bounce: Any = None
+        #: Bytes of staging memory on the device, and of locked memory on the host.
+        self.staging_bytes = nbytes
+        self.locked_bytes = 0
+        self._pages = device.bind(
+            paged, stored, [layer.data_ptr() for layer in layers], address, self._slot_bytes, self._slots
+        )
+        self._closed = False
+
+    def use_pinned(self, pinned: Any) -> None:
+        """Ask ``pinned`` which memory is locked, not the driver. See maru_core.contracts.UsesPinnedMemory."""
+        self._pinned = pinned
+
+    def load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
+        """Objects to pages."""
+        from maru_transfer.cuda_library import LOAD
+
+        self._move(LOAD, block_ids, copies)
+
+    def store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
+        """Pages to objects."""
+        from maru_transfer.cuda_library import STORE
+
+        self._move(STORE, block_ids, copies)
+
+    def close(self) -> None:
+        """Wait for what is under way, give staging and locked memory back, let go of the tensors."""
+        if self._closed:
+            return
+        self._closed = True
+        self._pages.close()
+        self._device.close()
+        self._staging = self._bounce = None
+        self._layers = ()
+        self.staging_bytes = self.locked_bytes = 0
+
+    def _move(self, direction: int, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
+        held, job = self._plan(direction, block_ids, copies)
+        try:
+            self._submit(job)
+        finally:
+            # Also after an error: no copy may still touch pages or buffers once the call has returned.
+            self._pages.wait()
+            del held
+
+    def _plan(self, direction: int, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> tuple[Any, Job]:
+        """What holds the buffers' memory, and what is to be done."""
+        from maru_transfer import slices
+
+        if self._closed:
+            raise TransferError("this transfer is closed")
+        slices.writable(direction, copies)
+        try:
+            held, addresses = _addresses(copies)
+        except ValueError as error:  # not contiguous, or released
+            plan_pieces(self._slicer.paged, self._slicer.stored, block_ids, copies)
+            raise TransferError(f"a buffer cannot be used: {error}") from error
+        # What is registered now may not be any more when the next call comes.
+        spans = _asking(self._device) if self._pinned is None else _told(self._pinned)
+        return held, self._slicer.job(direction, block_ids, copies, addresses, spans)
+
+    def _submit(self, job: Job) -> None:
+        """Start a job: returns when its last slice is under way. ``self._pages.wait()`` ends it."""
+        from maru_transfer.cuda_library import BOUNCED
+
+        if self._bounce is None and (job.segments["way"] == BOUNCED).any():
+            nbytes = self._slots * self._slot_bytes
+            try:
+                self._bounce, address = self._memory.locked(nbytes)
+            except RuntimeError as error:
+                raise TransferError(f"no {nbytes} bytes of locked memory: {error}") from error
+            self.locked_bytes = nbytes
+            self._pages.set_bounce(address)
+        self._pages.submit(job, self._how, self._memory.stream())
+
+
+@frozen
+class KernelEngine:
+    """Moves pages of CUDA devices; needs the native library, a driver and torch.
+
+    ``library`` and ``driver``: paths, in place of the library beside this module and of the system's driver.
+    """
+
+    tuning: Tuning = field(factory=Tuning)
+    library: Path | None = None
+    driver: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Equal to the plugin's entry-point name."""
+        return "kernel"
+
+    def is_available(self) -> bool:
+        """Whether the library, a driver with a device, and torch for it are there."""
+        return self.import_error() is None
+
+    def import_error(self) -> str | None:
+        """What is missing and how to get it; ``None`` when nothing is."""
+        library = self._load()
+        if isinstance(library, str):
+            return library
+        try:
+            torch = importlib.import_module("torch")
+        except (ImportError, OSError) as error:  # OSError: a shared library of torch that does not load
+            return f"torch cannot be imported ({error}); install it beside the engine: pip install torch"
+        if not torch.cuda.is_available():
+            return f"torch {torch.__version__} sees no CUDA device; install torch for CUDA and NVIDIA's driver"
+        try:
+            self._open(library, torch.cuda.current_device()).close()
+        except TransferError as error:
+            return str(error)
+        return None
+
+    def unsupported(self, paged: PagedLayout, stored: ObjectLayout, device: str) -> str | None:
+        """Why not; every layout of one or two planes on a CUDA device can be moved."""
+        if device != "cuda":
+            return f"pages on {device}; the kernels move those of CUDA devices"
+        if paged.element_size not in _ELEMENT_SIZES:
+            return f"elements of {paged.element_size} bytes; the kernels move 1, 2, 4 or 8"
+        if len(paged.planes) > _MOST_PLANES:
+            return f"{len(paged.planes)} planes; the kernels move 1 or 2"
+        return mismatch(paged, stored)
+
+    def open(self, layers: Sequence[Any], paged: PagedLayout, stored: ObjectLayout) -> Transfer:
+        """Bind to KV tensors in true layer order.
+
+        Raises TransferError when the layout is unsupported, a tensor's memory is smaller than the layout says, or the
+        device has no memory for staging.
+        """
+        library = self._load()
+        problem = library if isinstance(library, str) else None
+        if problem is None and len(layers) != paged.num_layers:
+            problem = f"{len(layers)} layers were given, the layout has {paged.num_layers}"
+        problem = problem or self.unsupported(paged, stored, layers[0].device.type)
+        if problem or isinstance(library, str):
+            raise TransferError(problem)
+        device = self._open(library, layers[0].device.index)
+        try:
+            return KernelTransfer(device, _TorchMemory(layers[0].device), layers, paged, stored, self.tuning)
+        except BaseException:
+            device.close()
+            raise
+
+    def _load(self) -> CudaLibrary | str:
+        try:
+            from maru_transfer.cuda_library import load
+        except ImportError as error:
+            return f"numpy cannot be imported ({error}); install it beside the engine: pip install numpy"
+        return load(self.library)
+
+    def _open(self, library: CudaLibrary, number: int) -> CudaDevice:
+        from maru_transfer.cuda_library import CudaDevice
+
+        return CudaDevice(library, number, self.driver)
+
+
+@frozen
+class _TorchMemory:
+    """Implements :class:`Memory` by torch's allocators."""
+
+    device: Any
+
+    def on_device(self, nbytes: int) -> tuple[Any, int]:
+        torch = importlib.import_module("torch")
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return tensor, tensor.data_ptr()
+
+    def locked(self, nbytes: int) -> tuple[Any, int]:
+        torch = importlib.import_module("torch")
+        tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return tensor, tensor.data_ptr()
+
+    def stream(self) -> int:
+        torch = importlib.import_module("torch")
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+
+def _addresses(copies: Sequence[ChunkCopy]) -> tuple[Any, list[int]]:
+    """Where buffers lie, and what keeps them exported."""
+    import numpy as np
+
+    held = [np.frombuffer(copy.buffer, np.uint8) for copy in copies]
+    return held, [array.__array_interface__["data"][0] for array in held]
+
+
+def _asking(device: CudaDevice) -> Callable[[int, int], Spans]:
+    """Asks the driver about each stretch, for one job: what it does not know as a whole is not locked."""
+    known = (0, 0)
+
+    def spans(address: int, length: int) -> Spans:
+        nonlocal known
+        at, end = address, address + length
+        if known[0] <= at and end <= known[1]:
+            return [(at, end, True)]
+        found: list[tuple[int, int, bool]] = []
+        while at < end:
+            start, size = device.host_range(at)
+            known = (start, start + size)
+            if known[1] <= at:
+                return [(address, end, False)]
+            found.append((at, min(end, known[1]), True))
+            at = known[1]
+        return found
+
+    return spans
+
+
+def _told(pinned: Any) -> Callable[[int, int], Spans]:
+    """What a PinnedMemory says, by address."""
+
+    def spans(address: int, length: int) -> Spans:
+        return [(address + s.offset, address + s.offset + s.length, s.pinned) for s in pinned.spans(address, length)]
+
+    return spans

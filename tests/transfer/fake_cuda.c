@@ -1,0 +1,290 @@
+/* A CUDA driver for tests: "device" memory is memory of the host, streams are queues that run as late, and in as odd an
+ * order, as events allow. Whoever forgets to wait for something gets bytes from before.
+ *
+ *   cc -shared -fPIC -I csrc [-DBATCH=12|13] tests/transfer/fake_cuda.c -o libfake_cuda.so
+ *
+ * Kernels run place.h on the host. One thread only.
+ */
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda_driver.h"
+#include "place.h"
+
+#define API __attribute__((visibility("default")))
+#define MOST 256
+
+enum { INVALID = 1, NOT_READY = 600, UNKNOWN_FUNCTION = 500 };
+enum op_kind { COPY, PLACE, FILL, RECORD, WAIT };
+
+struct event {
+  uint64_t recorded, completed;
+};
+
+struct op {
+  enum op_kind kind;
+  uint64_t target, source, bytes, ticket;
+  struct event *event;
+  struct maru_place *place;
+  int store;
+  struct op *next;
+};
+
+struct stream {
+  struct op *head, *tail;
+  int used;
+};
+
+static struct stream streams[MOST]; /* 0: the default stream */
+static struct {
+  uint64_t start, bytes;
+} ranges[MOST];
+static int range_count;
+static uint64_t state = 1;
+static uint64_t counts[8]; /* copies, launches, batches, waits of the CPU, bytes copied, most bytes under way, errors */
+static uint64_t under_way;
+static char fail_name[64];
+static int fail_after = -1;
+static int kernels[2][5]; /* store, width */
+
+static uint32_t dice(uint32_t sides) {
+  state = state * 6364136223846793005u + 1442695040888963407u;
+  return (uint32_t)(state >> 33) % sides;
+}
+
+static int fails(const char *name) {
+  if (fail_after < 0 || strcmp(name, fail_name)) return 0;
+  return fail_after-- == 0;
+}
+
+static void *address(uint64_t value) { return (void *)(uintptr_t)value; }
+
+static void place(const struct maru_place *p, int store) {
+  const uint64_t *layers = address(p->layer_addresses);
+  for (uint32_t n = 0; n < p->segments; n++)
+    for (uint32_t i = 0; i < p->segment[n].vectors; i++) {
+      uint64_t page, packed;
+      maru_place_at(p, &p->segment[n], p->block, layers, i, &page, &packed);
+      if ((page | packed) % p->vector_bytes) counts[6]++;
+      memcpy(address(store ? packed : page), address(store ? page : packed), p->vector_bytes);
+    }
+}
+
+/* Run the first operation of a stream, if it may run. */
+static int step(struct stream *s) {
+  struct op *op = s->head;
+  if (!op || (op->kind == WAIT && op->event->completed < op->ticket)) return 0;
+  if (op->kind == COPY) memcpy(address(op->target), address(op->source), op->bytes), under_way -= op->bytes;
+  if (op->kind == FILL) memset(address(op->target), (int)op->source, op->bytes);
+  if (op->kind == PLACE) place(op->place, op->store);
+  if (op->kind == RECORD && op->event->completed < op->ticket) op->event->completed = op->ticket;
+  s->head = op->next;
+  if (!s->head) s->tail = NULL;
+  free(op->place);
+  free(op);
+  return 1;
+}
+
+/* Run one operation of any stream, each as likely as the others; 0 when none can run. */
+static int step_any(void) {
+  struct stream *busy[MOST];
+  uint32_t count = 0;
+  for (uint32_t i = 0; i < MOST; i++)
+    if (streams[i].head) busy[count++] = &streams[i];
+  uint32_t start = count ? dice(count) : 0;
+  for (uint32_t i = 0; i < count; i++)
+    if (step(busy[(start + i) % count])) return 1;
+  return 0;
+}
+
+static void idle(void) {
+  for (uint32_t n = dice(4); n; n--) step_any();
+}
+
+static struct stream *stream_of(CUhandle_ handle) { return handle ? handle : &streams[0]; }
+
+static struct op *push(CUhandle_ stream, enum op_kind kind) {
+  struct stream *s = stream_of(stream);
+  struct op *op = calloc(1, sizeof *op);
+  op->kind = kind;
+  if (s->tail)
+    s->tail->next = op;
+  else
+    s->head = op;
+  return s->tail = op;
+}
+
+/* ---- Hooks for tests -------------------------------------------------------------------------------------------- */
+
+API void fake_reset(uint64_t seed) {
+  while (step_any()) continue;
+  state = seed * 2 + 1, range_count = 0, fail_after = -1, under_way = 0;
+  memset(counts, 0, sizeof counts);
+}
+API void fake_register(uint64_t start, uint64_t bytes) {
+  ranges[range_count].start = start, ranges[range_count++].bytes = bytes;
+}
+API void fake_fill(CUhandle_ stream, uint64_t target, uint64_t bytes, int value) {
+  struct op *op = push(stream, FILL);
+  op->target = target, op->bytes = bytes, op->source = value;
+}
+API void fake_copy(CUhandle_ stream, uint64_t target, uint64_t source, uint64_t bytes) {
+  struct op *op = push(stream, COPY);
+  op->target = target, op->source = source, op->bytes = bytes, under_way += bytes;
+}
+API void fake_fail(const char *name, int after) {
+  strncpy(fail_name, name, sizeof fail_name - 1);
+  fail_after = after;
+}
+API void fake_counts(uint64_t *out) { memcpy(out, counts, sizeof counts); }
+API void fake_drain(void) {
+  while (step_any()) continue;
+}
+API int fake_streams(void) {
+  int used = 0;
+  for (int i = 1; i < MOST; i++) used += streams[i].used;
+  return used;
+}
+
+/* ---- The driver ------------------------------------------------------------------------------------------------- */
+
+API int cuInit(unsigned flags) { return (void)flags, fails("cuInit") ? 999 : 0; }
+API int cuDriverGetVersion(int *version) { return *version = 13000, 0; }
+API int cuDeviceGet(int *device, int number) { return *device = number, number ? 101 : 0; }
+API int cuDeviceGetAttribute(int *value, int attribute, int device) {
+  (void)device;
+  *value = attribute == CU_DEVICE_MAJOR_ ? 9 : attribute == CU_DEVICE_MINOR_ ? 0 : attribute == 16 ? 132 : 1;
+  return 0;
+}
+API int cuDevicePrimaryCtxRetain(CUhandle_ *context, int device) { return *context = &streams[0], device; }
+API int cuDevicePrimaryCtxRelease_v2(int device) { return device; }
+API int cuCtxGetCurrent(CUhandle_ *context) { return *context = NULL, 0; }
+API int cuCtxPushCurrent_v2(CUhandle_ context) { return context == &streams[0] ? 0 : 201; }
+API int cuCtxPopCurrent_v2(CUhandle_ *context) { return *context = &streams[0], 0; }
+API int cuModuleLoadData(CUhandle_ *module, const void *image) {
+  return *module = kernels, !image || fails("cuModuleLoadData") ? 209 : 0;
+}
+API int cuModuleUnload(CUhandle_ module) { return module != kernels; }
+API int cuModuleGetFunction(CUhandle_ *function, CUhandle_ module, const char *name) {
+  for (int i = 0; i < 10; i++) {
+    char known[32];
+    snprintf(known, sizeof known, "maru_%s_%d", i / 5 ? "store" : "load", 1 << i % 5);
+    if (module == kernels && !strcmp(name, known)) return *function = &kernels[0][0] + i, 0;
+  }
+  return UNKNOWN_FUNCTION;
+}
+API int cuStreamCreateWithPriority(CUhandle_ *stream, unsigned flags, int priority) {
+  (void)priority;
+  if (flags != CU_STREAM_NON_BLOCKING_ || fails("cuStreamCreateWithPriority")) return INVALID;
+  for (int i = 1; i < MOST; i++)
+    if (!streams[i].used) return streams[i].used = 1, *stream = &streams[i], 0;
+  return INVALID;
+}
+API int cuStreamDestroy_v2(CUhandle_ stream) { return stream_of(stream)->used = 0, 0; }
+API int cuStreamSynchronize(CUhandle_ stream) {
+  while (stream_of(stream)->head)
+    if (!step_any()) return NOT_READY;
+  return 0;
+}
+API int cuStreamWaitEvent(CUhandle_ stream, CUhandle_ event, unsigned flags) {
+  (void)flags;
+  if (fails("cuStreamWaitEvent")) return 999;
+  struct op *op = push(stream, WAIT);
+  op->event = event, op->ticket = op->event->recorded;
+  idle();
+  return 0;
+}
+API int cuEventCreate(CUhandle_ *event, unsigned flags) {
+  (void)flags;
+  return (*event = calloc(1, sizeof(struct event))) ? 0 : INVALID;
+}
+API int cuEventDestroy_v2(CUhandle_ event) { return !event; } /* kept: a stream may still wait for it */
+API int cuEventRecord(CUhandle_ event, CUhandle_ stream) {
+  if (fails("cuEventRecord")) return 999;
+  struct op *op = push(stream, RECORD);
+  op->event = event, op->ticket = ++op->event->recorded;
+  return 0;
+}
+API int cuEventSynchronize(CUhandle_ handle) {
+  struct event *event = handle;
+  counts[3]++;
+  if (fails("cuEventSynchronize")) return 700;
+  while (event->completed < event->recorded)
+    if (!step_any()) return NOT_READY;
+  return 0;
+}
+
+/* Registered memory is copied within one registration, as drivers want it. */
+static int crosses(uint64_t start, uint64_t bytes) {
+  for (int i = 0; i < range_count; i++) {
+    uint64_t end = ranges[i].start + ranges[i].bytes;
+    if (start < end && start + bytes > ranges[i].start) return start < ranges[i].start || start + bytes > end;
+  }
+  return 0;
+}
+API int cuMemcpyAsync(CUdeviceptr_ target, CUdeviceptr_ source, size_t bytes, CUhandle_ stream) {
+  if (fails("cuMemcpyAsync")) return 719;
+  if (crosses(target, bytes) || crosses(source, bytes)) return INVALID;
+  fake_copy(stream, target, source, bytes);
+  counts[0]++, counts[4] += bytes;
+  if (under_way > counts[5]) counts[5] = under_way;
+  idle();
+  return 0;
+}
+#if BATCH >= 12
+static int batch(CUdeviceptr_ *targets, CUdeviceptr_ *sources, size_t *bytes, size_t count,
+                 struct maru_copy_attributes *as, size_t *starts, size_t kinds, CUhandle_ stream) {
+  if (fails("cuMemcpyBatchAsync")) return 719;
+  if (!count || !stream || kinds != 1 || *starts || as->source_order != 1 || as->flags) return INVALID;
+  for (size_t i = 0; i < count; i++) {
+    int result = bytes[i] ? cuMemcpyAsync(targets[i], sources[i], bytes[i], stream) : INVALID;
+    if (result) return result;
+  }
+  counts[2]++;
+  return 0;
+}
+API int cuMemcpyBatchAsync(CUdeviceptr_ *targets, CUdeviceptr_ *sources, size_t *bytes, size_t count,
+                           struct maru_copy_attributes *as, size_t *starts, size_t kinds, size_t *failed,
+                           CUhandle_ stream) {
+  *failed = SIZE_MAX;
+  return batch(targets, sources, bytes, count, as, starts, kinds, stream);
+}
+#endif
+#if BATCH >= 13
+API int cuMemcpyBatchAsync_v2(CUdeviceptr_ *targets, CUdeviceptr_ *sources, size_t *bytes, size_t count,
+                              struct maru_copy_attributes *as, size_t *starts, size_t kinds, CUhandle_ stream) {
+  return batch(targets, sources, bytes, count, as, starts, kinds, stream);
+}
+#endif
+API int cuMemcpyHtoD_v2(CUdeviceptr_ target, const void *source, size_t bytes) {
+  return memcpy(address(target), source, bytes), 0;
+}
+API int cuLaunchKernel(CUhandle_ function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                       unsigned shared_bytes, CUhandle_ stream, void **parameters, void **extra) {
+  int index = (int)((int *)function - &kernels[0][0]);
+  if (fails("cuLaunchKernel") || !gx || gy != 1 || gz != 1 || bx != MARU_PLACE_THREADS || by != 1 || bz != 1 ||
+      shared_bytes || extra || ((struct maru_place *)parameters[0])->vector_bytes != 1u << index % 5)
+    return INVALID;
+  struct op *op = push(stream, PLACE);
+  op->place = memcpy(malloc(sizeof *op->place), parameters[0], sizeof *op->place), op->store = index / 5;
+  counts[1]++;
+  idle();
+  return 0;
+}
+API int cuPointerGetAttributes(unsigned count, int *attributes, void **data, CUdeviceptr_ at) {
+  for (unsigned n = 0; n < count; n++) {
+    uint64_t value[3] = {0, 0, 0};
+    for (int i = 0; i < range_count; i++)
+      if (at >= ranges[i].start && at < ranges[i].start + ranges[i].bytes)
+        value[0] = CU_MEMORYTYPE_HOST_, value[1] = ranges[i].start, value[2] = ranges[i].bytes;
+    if (attributes[n] == CU_POINTER_MEMORY_TYPE_)
+      *(uint32_t *)data[n] = (uint32_t)value[0];
+    else
+      *(uint64_t *)data[n] = value[attributes[n] == CU_POINTER_RANGE_START_ ? 1 : 2];
+  }
+  return 0;
+}
+API int cuGetErrorName(CUresult_ error, const char **text) { return (void)error, *text = "CUDA_ERROR_FAKE", 0; }
+API int cuGetErrorString(CUresult_ error, const char **text) { return (void)error, *text = "as the test wanted", 0; }

@@ -1,0 +1,406 @@
+"""The kernel engine against the naive reader, on a fake driver that runs everything as late as it may."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve, frozen
+from cases import Case, cases
+from fake_device import ROOT, FakeDriver, aligned, compile_native, compiler, registered
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from paged_forms import FORMS, Engine, Size
+from test_torch_copy import check_load, check_store, layers_of
+
+from maru_core.contracts import TransferEngine
+from maru_core.errors import TransferError
+from maru_core.geometry import ChunkCopy
+from maru_transfer.cuda_library import CudaDevice
+from maru_transfer.kernel import KernelEngine, KernelTransfer, Tuning
+from maru_transfer.kernel_plugin import maru_transfer_engines
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
+
+SIZE = Size(L=3, NB=9, BS=4, NH=2, HS=4)
+CASE = Case(SIZE, 8, [6, 2, 3, 5, 1, 4], [(0, 0, 8), (1, 8, 16), (2, 17, 23)])
+#: So little that every request takes many slices, and slots are used again and again.
+TIGHT = Tuning(slot_bytes=256, slots=3, window=3, burst=1, grid=3, direct_bytes=1 << 40, mapped_bytes=0)
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory) -> FakeDriver:
+    return FakeDriver.build(tmp_path_factory.mktemp("kernel"))
+
+
+@frozen(eq=False)
+class Registering:
+    """A transfer of which every buffer is registered when it comes, in ``pieces``; 0: not at all."""
+
+    driver: FakeDriver
+    transfer: KernelTransfer
+    pieces: int
+
+    def load(self, block_ids, copies) -> None:
+        self._register(copies)
+        self.transfer.load(block_ids, copies)
+
+    def store(self, block_ids, copies) -> None:
+        self._register(copies)
+        self.transfer.store(block_ids, copies)
+
+    def close(self) -> None:
+        self.transfer.close()
+
+    def _register(self, copies) -> None:
+        for copy in copies if self.pieces else ():
+            registered(self.driver, copy.buffer, self.pieces)
+
+
+#: (tuning, pieces in which buffers are registered)
+WAYS: dict[str, tuple[Tuning, int]] = {
+    "bounced": (evolve(TIGHT, slots=2, window=6, burst=4), 0),
+    "staged": (evolve(TIGHT, slots=2, window=8, burst=6), 1),
+    "staged across registrations": (TIGHT, 3),
+    "direct": (evolve(TIGHT, direct_bytes=1), 1),
+    "direct across registrations": (evolve(TIGHT, direct_bytes=1, window=2, burst=2), 2),
+    "mapped": (evolve(TIGHT, mapped_bytes=1 << 40), 1),
+    "one slice": (evolve(TIGHT, slot_bytes=1 << 20, slots=1, window=1), 1),
+    "one by one": (evolve(TIGHT, one_by_one=True, window=2, burst=2), 2),
+}
+
+
+def opener(driver: FakeDriver, way: str, seed: int = 1) -> Callable[..., Any]:
+    tuning, pieces = WAYS[way]
+
+    def open_(layers, paged, stored) -> Registering:
+        driver.hooks.fake_reset(seed)
+        return Registering(driver, driver.transfer(layers, paged, stored, tuning), pieces)
+
+    return open_
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=cases(), seed=st.integers(0, 1000))
+def test_stored_objects_hold_what_the_naive_reader_reads(driver, way: str, name: str, case: Case, seed: int):
+    check_store(opener(driver, way, seed), name, case)
+    assert driver.counts()["misaligned"] == 0
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=cases(), seed=st.integers(0, 1000))
+def test_loading_writes_exactly_the_slots_that_were_asked_for(driver, way: str, name: str, case: Case, seed: int):
+    check_load(opener(driver, way, seed), name, case)
+    assert driver.counts()["misaligned"] == 0
+
+
+def opened(driver: FakeDriver, tuning: Tuning = TIGHT, name: str = "planes-first NHD", seed: int | None = 5):
+    driver.hooks.fake_reset(1)
+    engine = Engine.make(name, SIZE, seed)
+    return engine, driver.transfer(layers_of(engine), engine.paged, engine.stored(8), tuning)
+
+
+def request(engine: Engine, count: int = 3) -> tuple[list[int], list[ChunkCopy]]:
+    nbytes = engine.stored(8).nbytes
+    return CASE.block_ids, [ChunkCopy(chunk, chunk * 8, chunk * 8 + 8, aligned(nbytes)) for chunk in range(count)]
+
+
+@pytest.mark.parametrize("batch", [0, 12, 13])
+def test_every_driver_gets_copies_in_the_way_that_it_takes(tmp_path, batch):
+    """None has batches before CUDA 12.8, and 13.0 changed their signature."""
+    driver = FakeDriver.build(tmp_path, batch=batch)
+    check_store(opener(driver, "direct"), "planes-first NHD", CASE)
+    assert bool(driver.counts()["batches"]) is (batch > 0)
+    check_load(opener(driver, "staged across registrations"), "packed per head", CASE)
+    assert driver.device().info.batches is (batch > 0)
+
+
+def test_neighbouring_blocks_are_one_direct_copy_and_others_are_not(driver):
+    engine, transfer = opened(driver, evolve(TIGHT, direct_bytes=1, slot_bytes=1 << 20))
+    for table, runs in (([1, 2, 3, 4, 5, 6], 1), ([1, 3, 2, 4, 5, 6], 2)):
+        driver.hooks.fake_reset(1)
+        (copy,) = request(engine, 1)[1]
+        transfer.store(table, [evolve_buffer(copy, registered(driver, copy.buffer))])
+        assert driver.counts()["copies"] == 2 * SIZE.L * runs
+        assert driver.counts()["launches"] == 0
+    transfer.close()
+
+
+def evolve_buffer(copy: ChunkCopy, buffer: memoryview) -> ChunkCopy:
+    return ChunkCopy(copy.chunk, copy.first, copy.last, buffer)
+
+
+def test_a_small_request_needs_no_copy_engine(driver):
+    engine, transfer = opened(driver, evolve(TIGHT, mapped_bytes=1 << 40))
+    table, copies = request(engine)
+    for copy in copies:
+        registered(driver, copy.buffer)
+    transfer.store(table, copies)
+    assert (driver.counts()["copies"], driver.counts()["launches"] > 0) == (0, True)
+    for copy in copies:
+        assert bytes(copy.buffer) == engine.naive_object(table, copy.chunk, copy.first, copy.last, 8).tobytes()
+    target, loading = opened(driver, evolve(TIGHT, mapped_bytes=1 << 40), seed=None)
+    for copy in copies:
+        registered(driver, copy.buffer)
+    loading.load(table, copies)
+    loading.close()
+    transfer.close()
+    for copy in copies:
+        found = target.naive_object(table, copy.chunk, copy.first, copy.last, 8)
+        assert bytes(copy.buffer) == found.tobytes()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10_000))
+def test_a_store_is_ordered_after_what_is_on_the_callers_stream(driver, way: str, seed: int):
+    """R002, on a driver that runs the caller's kernels as late as it may."""
+    tuning, pieces = WAYS[way]
+    engine, transfer = opened(driver, tuning, seed=None)
+    driver.hooks.fake_reset(seed)
+    table, copies = request(engine)
+    for copy in copies if pieces else ():
+        registered(driver, copy.buffer, pieces)
+    start, size = engine.memory.ctypes.data, engine.memory.nbytes
+    for value in (0x11, 0x22, 0x33):
+        driver.hooks.fake_fill(0, start, size, value)
+    transfer.store(table, copies)
+    driver.hooks.fake_fill(0, start, size, 0x44)
+    assert all(set(bytes(copy.buffer)) == {0x33} for copy in copies)
+    driver.hooks.fake_drain()
+    transfer.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10_000))
+def test_a_load_is_ordered_between_what_was_on_the_stream_and_what_comes(driver, way: str, seed: int):
+    """A reader before sees what was there, a reader behind what was loaded, and buffers may be reused at once."""
+    tuning, pieces = WAYS[way]
+    engine, transfer = opened(driver, tuning, seed=None)
+    driver.hooks.fake_reset(seed)
+    table, copies = request(engine)
+    for copy in copies:
+        copy.buffer[:] = b"\x55" * copy.buffer.nbytes
+        if pieces:
+            registered(driver, copy.buffer, pieces)
+    memory = engine.memory
+    before, after = np.zeros_like(memory), np.zeros_like(memory)
+    driver.hooks.fake_copy(0, before.ctypes.data, memory.ctypes.data, memory.nbytes)
+    transfer.load(table, copies)
+    for copy in copies:
+        copy.buffer[:] = b"\x66" * copy.buffer.nbytes
+    driver.hooks.fake_copy(0, after.ctypes.data, memory.ctypes.data, memory.nbytes)
+    driver.hooks.fake_drain()
+    assert (before == 0xEE).all()
+    for copy in copies:
+        seen = Engine(engine.form, engine.size, after).naive_object(table, copy.chunk, copy.first, copy.last, 8)
+        assert set(seen.tobytes()) == {0x55}
+    transfer.close()
+
+
+@pytest.mark.parametrize(
+    "call", ["cuMemcpyAsync", "cuMemcpyBatchAsync", "cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent"]
+)
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_failure_is_told_and_leaves_nothing_under_way(driver, call, after, direct):
+    engine, transfer = opened(driver, evolve(TIGHT, direct_bytes=1 if direct else 1 << 40))
+    table, copies = request(engine)
+    for copy in copies:
+        registered(driver, copy.buffer)
+    driver.hooks.fake_fail(call.encode(), after)
+    if call == ("cuLaunchKernel" if direct else "cuMemcpyBatchAsync"):  # not called at all
+        transfer.store(table, copies)
+    else:
+        with pytest.raises(TransferError, match=r"CUDA_ERROR_FAKE .* as the test wanted"):
+            transfer.store(table, copies)
+        driver.hooks.fake_fail(b"", -1)
+        held = [bytes(copy.buffer) for copy in copies]
+        driver.hooks.fake_drain()
+        assert [bytes(copy.buffer) for copy in copies] == held
+    transfer.store(table, copies)
+    for copy in copies:
+        assert bytes(copy.buffer) == engine.naive_object(table, copy.chunk, copy.first, copy.last, 8).tobytes()
+    transfer.close()
+
+
+def test_closing_gives_streams_back_and_is_done_once(driver):
+    _, transfer = opened(driver)
+    assert driver.hooks.fake_streams() == TIGHT.slots
+    transfer.close()
+    transfer.close()
+    assert driver.hooks.fake_streams() == 0
+    assert (transfer.staging_bytes, transfer.locked_bytes) == (0, 0)
+    with pytest.raises(TransferError, match="closed"):
+        transfer.load([], [])
+
+
+def test_locked_memory_is_taken_only_when_it_is_needed_and_accounted(driver):
+    engine, transfer = opened(driver)
+    table, copies = request(engine)
+    for copy in copies:
+        registered(driver, copy.buffer)
+    transfer.store(table, copies)
+    assert transfer.locked_bytes == 0
+    transfer.store(table, request(engine)[1])
+    assert transfer.locked_bytes == TIGHT.slots * TIGHT.slot_bytes
+    assert transfer.staging_bytes == TIGHT.slots * TIGHT.slot_bytes + 8 * SIZE.L
+    transfer.close()
+
+
+def test_who_knows_what_is_locked_is_believed(driver):
+    class Nothing:
+        def spans(self, address, length):
+            return [Span(0, length, False)]
+
+    engine, transfer = opened(driver)
+    table, copies = request(engine)
+    for copy in copies:
+        registered(driver, copy.buffer)
+    transfer.use_pinned(Nothing())
+    transfer.store(table, copies)
+    assert transfer.locked_bytes > 0
+    transfer.close()
+
+
+@frozen
+class Span:
+    offset: int
+    length: int
+    pinned: bool
+
+
+@pytest.mark.parametrize(
+    ("table", "part", "culprit"),
+    [
+        ([1, 9], (0, 0, 8), "block 9 at place 1"),
+        ([1, -1], (0, 0, 8), "block -1 at place 1"),
+        ([1], (0, 0, 8), "holds 1 blocks"),
+        ([1, 1], (0, 0, 8), "block 1 stands at places 0 and 1"),
+        ([1, 2], (0, 0, 9), r"tokens \[0, 9\)"),
+        ([1, 2], (1, 7, 8), r"tokens \[7, 8\)"),
+        ([1, 1 << 70], (0, 0, 8), "at place 1"),
+    ],
+)
+def test_what_cannot_be_moved_is_refused_in_the_words_of_the_plan(driver, table, part, culprit):
+    engine, transfer = opened(driver, seed=None)
+    with pytest.raises(TransferError, match=culprit):
+        transfer.load(table, [ChunkCopy(*part, aligned(engine.stored(8).nbytes))])
+    with pytest.raises(TransferError, match="read-only"):
+        transfer.store([1, 2], [ChunkCopy(0, 0, 8, aligned(engine.stored(8).nbytes).toreadonly())])
+    with pytest.raises(TransferError, match="buffer of 8 bytes"):
+        transfer.load([1, 2], [ChunkCopy(0, 0, 8, aligned(8))])
+    transfer.load([1, 2], [ChunkCopy(0, 3, 3, aligned(engine.stored(8).nbytes))])
+    transfer.close()
+    assert (engine.memory == 0xEE).all()
+
+
+#: What is changed where, and what that breaks.
+MUTATIONS = {
+    "a layer off by one": (
+        "place.h",
+        "layer = s->row + row - plane * p->layers.divisor;",
+        "layer = (s->row + row + 1 - plane * p->layers.divisor) % p->layers.divisor;",
+    ),
+    "planes swapped": ("place.h", "&p->plane[plane]", "&p->plane[1 - plane]"),
+    "the chunk's start for the run's": ("place.h", "blocks[s->block + place]", "blocks[place]"),
+    "slots not counted from the first token": ("place.h", "(s->slot + token, p->block_size)", "(token, p->block_size)"),
+    "a direct copy of the wrong layer": (
+        "cuda_copies.c",
+        "(s->row + row) % g->layers;",
+        "(s->row + row + 1) % g->layers;",
+    ),
+    "a run of blocks that do not follow": ("cuda_copies.c", "== job->blocks[place] + 1)", "> job->blocks[place])"),
+    "no wait for the caller's stream": (
+        "cuda.c",
+        "if (pages->submitted < pages->slots) TRY(StreamWaitEvent, pages->lane[slot], pages->began, 0);",
+        "(void)driver, (void)room, (void)text, (void)slot;",
+    ),
+    "the caller does not wait": (
+        "cuda.c",
+        "TRY(StreamWaitEvent, caller, pages->placed[slot_of(pages, pages->submitted - 1 - k)], 0);",
+        "(void)caller;",
+    ),
+    "a bounce buffer that is used too early": (
+        "cuda.c",
+        "if (job->segments[i].way == MARU_BOUNCED) STEP(retire(pages, pages->slots - 1));",
+        "",
+    ),
+    "copies across registrations": ("cuda_copies.c", "i < job->cut_count ? job->cuts[i] : end", "end"),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_mistake_in_the_native_code_is_caught(tmp_path, mutation):
+    """The tests above bite: each of these makes at least one of them fail."""
+    name, right, wrong = MUTATIONS[mutation]
+    sources = tmp_path / "csrc"
+    shutil.copytree(ROOT / "csrc", sources)
+    text = (sources / name).read_text()
+    assert text.count(right) == 1, f"{name} has changed; say anew what this mutation is"
+    (sources / name).write_text(text.replace(right, wrong))
+    driver = FakeDriver.build(tmp_path, native=compile_native(tmp_path, sources), sources=sources)
+    with pytest.raises((AssertionError, TransferError)):
+        check_much(driver)
+
+
+def test_without_a_mistake_nothing_is_caught(driver):
+    check_much(driver)
+
+
+def check_much(driver: FakeDriver) -> None:
+    case = Case(evolve(SIZE, BS=3), 8, [1, 3, 2, 5, 6, 7, 4, 8], [(1, 9, 15), (0, 0, 8), (2, 16, 23)])
+    for seed in range(20):
+        for way in WAYS:
+            check_store(opener(driver, way, seed), "planes-first NHD", CASE)
+            check_load(opener(driver, way, seed), "planes-first NHD", CASE)
+            check_store(opener(driver, way, seed), "packed per head", case)
+            check_order(driver, way, seed)
+
+
+def check_order(driver: FakeDriver, way: str, seed: int) -> None:
+    test_a_store_is_ordered_after_what_is_on_the_callers_stream.hypothesis.inner_test(driver, way, seed)
+    test_a_load_is_ordered_between_what_was_on_the_stream_and_what_comes.hypothesis.inner_test(driver, way, seed)
+
+
+class TestEngine:
+    def test_it_says_what_is_missing(self, tmp_path):
+        engine: TransferEngine = KernelEngine(library=tmp_path / "none.so")
+        assert engine.name == "kernel"
+        assert not engine.is_available()
+        assert "was not built" in (engine.import_error() or "")
+        (tmp_path / "none.so").write_bytes(b"not a library")
+        assert "cannot be used" in (engine.import_error() or "")
+        (tmp_path / "_build_info.json").write_text('{"cuda": {"built": false, "reason": "nvcc was not found"}}')
+        (tmp_path / "none.so").unlink()
+        assert "nvcc was not found" in (engine.import_error() or "")
+        with pytest.raises(TransferError, match="nvcc was not found"):
+            engine.open([], Engine.make("MLA", SIZE, 5).paged, Engine.make("MLA", SIZE, 5).stored(8))
+
+    def test_a_driver_that_is_not_there_is_named(self, driver, tmp_path):
+        with pytest.raises(TransferError, match=r"nowhere\.so cannot be opened"):
+            CudaDevice(driver.native, 0, str(tmp_path / "nowhere.so"))
+        with pytest.raises(TransferError, match="DeviceGet failed"):
+            CudaDevice(driver.native, 7, str(driver.path))
+
+    def test_what_it_cannot_move_is_said_before(self):
+        engine = Engine.make("packed per head", SIZE, 5)
+        stored = engine.stored(8)
+        assert KernelEngine().unsupported(engine.paged, stored, "cuda") is None
+        assert "cpu" in (KernelEngine().unsupported(engine.paged, stored, "cpu") or "")
+        assert "planes" in (KernelEngine().unsupported(engine.paged, evolve(stored, num_planes=1), "cuda") or "")
+        odd = evolve(engine.paged, element_size=3), evolve(stored, element_size=3)
+        assert "3 bytes" in (KernelEngine().unsupported(*odd, "cuda") or "")
+
+    def test_its_plugin_offers_it_before_the_reference(self):
+        (provision,) = maru_transfer_engines()
+        assert (provision.name, provision.rank) == ("kernel", 10)
+        assert provision.factory().name == provision.name
