@@ -17,5 +17,5 @@ def make_engine() -> TransferEngine:
 
 @hookimpl
 def maru_transfer_engines() -> Sequence[EngineProvision]:
-    """The fastest engine for CUDA devices, tried before ``torch-copy``."""
-    return [EngineProvision("kernel", make_engine, rank=10, summary="copy engine and placement kernels, CUDA devices")]
+    """The fastest engine for CUDA devices; asked for by name until it has served a real engine on a GPU."""
+    return [EngineProvision("kernel", make_engine, rank=-1, summary="copy engine and placement kernels, CUDA devices")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from maru_core import __version__
+from maru_core import __version__, logs
 from maru_core.cli.admin import admin
 from maru_core.cli.doctor import doctor
 from maru_core.cli.keygen import keygen
@@ -17,6 +17,8 @@ from maru_core.cli.status import status
 @click.version_option(__version__, prog_name="maru")
 def main() -> None:
     """Maru shares the KV cache of LLM engines. Settings come from options, then from MARU_* variables."""
+    # On stderr from the first line on: stdout is for results, such as JSON.
+    logs.setup("warning")
 
 
 main.add_command(serve)

@@ -8,7 +8,6 @@ import os
 import click
 from attrs import asdict
 
-from maru_core import logs
 from maru_core.cli.common import fail
 from maru_core.config import PluginSettings
 from maru_core.errors import MaruError
@@ -19,7 +18,6 @@ from maru_core.host import PluginHost
 @click.option("--json", "as_json", is_flag=True, help="A JSON array with one object per plugin.")
 def plugins(as_json: bool) -> None:
     """List every plugin that was found, and what became of it."""
-    logs.setup("warning")
     try:
         report = PluginHost.discover(PluginSettings.from_environ(os.environ)).report()
     except MaruError as error:

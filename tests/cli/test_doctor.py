@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -219,3 +221,14 @@ def test_memory_for_cpu_pools(tmp_path: Path) -> None:
     assert "mount a tmpfs with huge=always" in text_of(found, "note")
     assert "3 of 8 pages of 2048kB" in text_of(found, "ok")
     assert "does not fit into what is free now" in text_of(found, "warning")
+
+
+@pytest.mark.parametrize("command", [["doctor", "--json"], ["status", "--json"], ["plugins", "--json"]])
+def test_json_is_alone_on_stdout_whatever_there_is_to_warn_of(command: list[str], maru_runtime_dir: Path) -> None:
+    environ = {**os.environ, "MARU_RUNTIME_DIR": str(maru_runtime_dir), "MARU_NO_SUCH_SETTING": "1"}
+    run = subprocess.run(
+        [sys.executable, "-m", "maru_core.cli", *command], env=environ, capture_output=True, text=True, timeout=60
+    )
+    json.loads(run.stdout)
+    if command[0] != "plugins":  # it reads no settings
+        assert "MARU_NO_SUCH_SETTING" in run.stderr
