@@ -222,8 +222,8 @@ class Moves:
         """Whether all children of ``entry`` are in other pools, or on their way: moves end in the order they began."""
         objects = self._objects
         children, elsewhere = objects.children[entry], len(objects.cross.get(entry, ()))
-        if elsewhere > _MOST_CHILDREN:
-            return False
+        if elsewhere > _MOST_CHILDREN or entry in objects.replica:
+            return False  # one with a replica is dropped once all its children are elsewhere, see _begin
         if children == elsewhere:
             return True
         leaving = [
