@@ -51,6 +51,9 @@ class Matcher:
         cap = (num_tokens - 1) // self._block * self._block
         if state.chain is None or state.failed or local >= cap:
             return 0
+        if state.lookup is not None and local // self._chunk < state.lookup.first_chunk:
+            # vLLM's own prefix has become shorter since: the answer would leave a gap.
+            self.drop(state)
         hit = state.hit
         if hit is not None and (local // self._chunk < hit.first_chunk or not self._alive(hit.lease)):
             self.drop(state)

@@ -272,6 +272,7 @@ class MaruScheduler:
         done = self._outstanding.pop(load_id, None)
         if done is None:
             return
+        self._handler.release(done.lease)
         if good < done.end_chunk - done.chunk:
             index = done.chunk - done.lease_chunk + good
             lease = done.lease
@@ -284,7 +285,6 @@ class MaruScheduler:
             else:
                 self._departed.append(done.blocks)
             self._log.warning("maru.load_failed", request=done.request_id, chunk=done.chunk + good)
-        self._handler.release(done.lease)
 
     def _quarantine(self, failed: set[int]) -> None:
         """Failed blocks, and all that was computed on them, leave vLLM's prefix cache and are not stored.

@@ -18,6 +18,18 @@ from tests.vllm.test_connector import keys_of
 STEPS = 150
 
 
+class Leaps:
+    """A clock that now and then goes on by more than any look-up may take."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._now = 0.0
+        self._rng = rng
+
+    def __call__(self) -> float:
+        self._now += 0.6 if self._rng.random() < 0.15 else 0.001
+        return self._now
+
+
 def lose(engine: Engine, rng: random.Random) -> None:
     """Some object's bytes are not what was leased, from now on."""
     entries = sorted(engine.store.by_entry)
@@ -76,8 +88,9 @@ def live(engine: Engine, rng: random.Random, texts: list[list[int]], names: list
     return prompts
 
 
+@pytest.mark.parametrize("leaps", range(2))
 @pytest.mark.parametrize("seed", range(8))
-def test_two_engines_on_one_store(engine_on: Callable[..., Engine], seed: int) -> None:
+def test_two_engines_on_one_store(engine_on: Callable[..., Engine], seed: int, leaps: int) -> None:
     rng = random.Random(seed)
     store = FakeStore()
     texts = [[rng.randrange(997) for _ in range(200)] for _ in range(3)]
@@ -92,6 +105,7 @@ def test_two_engines_on_one_store(engine_on: Callable[..., Engine], seed: int) -
             max_seqs=rng.choice([2, 8]),
             prefix_caching=rng.random() < 0.8,
         )
+        engine.side._scheduler._matcher._clock = Leaps(random.Random(f"{seed} {number} {leaps}"))
         free = engine.free_blocks()
         prompts = live(engine, rng, texts, ["ab"[number]])
         assert prompts

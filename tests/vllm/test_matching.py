@@ -1,0 +1,58 @@
+"""Looking a request's prefix up while vLLM's own prefix cache changes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from maru_core.client import Grants
+from maru_core.keys import KeyChain
+from maru_integrations.vllm.matching import Matcher
+from maru_integrations.vllm.requests import RequestState
+from tests.vllm.fake_store import FakeHandler, FakeStore
+
+CHUNK, BLOCK, CHUNKS = 16, 8, 5
+TOKENS = list(range(CHUNK * CHUNKS + 1))
+
+
+def stored(first: int, last: int) -> tuple[FakeStore, FakeHandler, RequestState]:
+    """Chunks ``[first, last)`` of the request are in the pool."""
+    store = FakeStore()
+    handler = FakeHandler(store)
+    chain = KeyChain(bytes(32), CHUNK)
+    chain.extend(TOKENS, CHUNK * CHUNKS)
+    keys = chain.keys[first:last]
+    grants: Grants = handler.reserve(keys, 8, [bytes(32)] * len(keys), weights_epoch=0)
+    handler.commit(grants, checksums=False)
+    request = SimpleNamespace(request_id="r", all_token_ids=TOKENS)
+    return store, handler, RequestState(request, KeyChain(bytes(32), CHUNK))
+
+
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_an_answer_to_what_is_not_asked_any_more_promises_nothing(first: int) -> None:
+    """Asked for what lies behind three chunks of vLLM's own, which are gone when the answer comes."""
+    store, handler, state = stored(first, CHUNKS)
+    matcher = Matcher(handler, chunk_tokens=CHUNK, block_size=BLOCK, lookup_timeout=1.0, clock=lambda: 0.0)  # type: ignore[arg-type]
+    store.answer_after = 1
+    assert matcher.match(state, len(TOKENS), 3 * CHUNK) is None
+    assert matcher.match(state, len(TOKENS), 0) is None, "it is asked again, from the start"
+    found = matcher.match(state, len(TOKENS), 0)
+    if first:
+        assert found == 0, "what is there does not begin where it would have to"
+        assert not store.leases
+        return
+    assert found == CHUNKS * CHUNK
+    assert state.hit is not None
+    assert state.hit.first_chunk == 0
+    assert len(state.hit.lease.keys) == CHUNKS
+    matcher.drop(state)
+    assert not store.leases
+
+
+def test_a_longer_prefix_of_vllms_own_takes_what_is_left_of_the_answer() -> None:
+    store, handler, state = stored(0, CHUNKS)
+    matcher = Matcher(handler, chunk_tokens=CHUNK, block_size=BLOCK, lookup_timeout=1.0, clock=lambda: 0.0)  # type: ignore[arg-type]
+    store.answer_after = 1
+    assert matcher.match(state, len(TOKENS), 0) is None
+    assert matcher.match(state, len(TOKENS), 3 * CHUNK) == 2 * CHUNK
