@@ -89,7 +89,8 @@ class CxlBackend:
     def plan_pools(self, wish: PoolWish, backends: Callable[[str], StorageBackend]) -> Sequence[PoolPlan]:
         """One pool per device, in the order of the path, each as large as its device until the size is reached."""
         places = [self._find(path, "") for path in self._paths(wish.path)]
-        twice = {place.path for place in places if [other.path for other in places].count(place.path) > 1}
+        memories = [place.memory() for place in places]
+        twice = {place.path for place, memory in zip(places, memories, strict=True) if memories.count(memory) > 1}
         if twice:
             raise BackendError(f"maru_cxl_pool_path is {wish.path!r}, which names {', '.join(sorted(twice))} twice")
         if wish.size is None:

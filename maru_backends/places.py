@@ -84,6 +84,16 @@ class Place:
             raise BackendError(f"cannot use {device.path}: {device.problem}")
         return cls(device.path, device.align, device.capacity, device, number=number)
 
+    def memory(self) -> tuple[str, int, int]:
+        """What tells it from others: a file may have several names, a device several nodes."""
+        try:
+            status = os.stat(self.path)
+        except OSError:  # a file that is still to be made
+            return self.path, 0, 0
+        if stat.S_ISREG(status.st_mode):
+            return "file", status.st_dev, status.st_ino
+        return "device", status.st_rdev, 0
+
     def floor(self, size: int) -> int:
         """``size`` in whole alignments."""
         return size // self.align * self.align

@@ -198,6 +198,10 @@ class TransferEngine(Protocol):
         """Bind to the engine's KV tensors, one per layer in true layer order; raises TransferError."""
 
 
+#: How bad a finding is.
+Level = Literal["ok", "note", "warning", "error"]
+
+
 @frozen
 class Finding:
     """One thing that ``maru doctor`` says. ``error``: it cannot work as it is configured, and the exit code says so.
@@ -205,7 +209,7 @@ class Finding:
     ``subject``: what it is about, such as a path. ``remedy``: a command or setting; empty when there is nothing to do.
     """
 
-    level: Literal["ok", "note", "warning", "error"]
+    level: Level
     subject: str
     text: str
     remedy: str = ""

@@ -15,6 +15,8 @@ from typing import Any, Final
 
 from attrs import define, field, frozen
 
+from maru_core.foreign import pass_interrupt, show
+
 #: Hooks that run on the thread that loads.
 HOT: Final = ("maru_before_read", "maru_after_read")
 #: Hooks that run while a handler works; the others run when the host is built.
@@ -229,14 +231,3 @@ _REMEDY: Final = "let a thread of the plugin's own do the work, or leave the plu
 
 def _too_long(hook: str, took: float, what: str) -> str:
     return f"{hook} {what} after {took:.3g} s; {_REMEDY}"
-
-
-def pass_interrupt(error: BaseException) -> None:
-    """Raise a real KeyboardInterrupt again. A subclass, like SystemExit, is a plugin's own doing."""
-    if type(error) is KeyboardInterrupt:
-        raise error
-
-
-def show(error: BaseException) -> str:
-    """Type and text of an error, for a message."""
-    return f"{type(error).__name__}: {error}"

@@ -32,7 +32,8 @@ from maru_core.contracts import (
 )
 from maru_core.discovery import Candidate
 from maru_core.errors import BackendError, ConfigError, MaruError, PluginError, TransferError
-from maru_core.hints import HINTS, Hint, HintCalls, Limits, pass_interrupt, show
+from maru_core.foreign import pass_interrupt, show
+from maru_core.hints import HINTS, Hint, HintCalls, Limits
 from maru_core.plugin import NAME
 from maru_core.plugin_checks import Provision, check_figures, check_implementations, check_methods, check_provisions
 

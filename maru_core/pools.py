@@ -1,12 +1,12 @@
-"""Which pools a server has: what the operator asked for, turned into plans by the backends."""
+"""Which pools a server is asked for, and in which order they are read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from maru_core.config import MaruConfig
-from maru_core.contracts import PoolPlan, PoolWish, StorageBackend
-from maru_core.errors import BackendError, ConfigError
+from maru_core.contracts import PoolPlan, PoolWish
+from maru_core.errors import ConfigError
 
 #: The backend that puts the pools of others together.
 MIXED = "mixed"
@@ -19,17 +19,6 @@ def pool_wish(config: MaruConfig) -> PoolWish:
     if MIXED in config.write_order:
         raise ConfigError("maru_write_order names mixed; it lists the backends that mixed puts together")
     return PoolWish(MIXED, None, None, tuple(_wish_of(config, name) for name in config.write_order))
-
-
-def plan_pools(wish: PoolWish, backends: Callable[[str], StorageBackend]) -> tuple[PoolPlan, ...]:
-    """The pools that fulfil ``wish``, in the order in which objects are placed; raises BackendError."""
-    plans = tuple(backends(wish.backend).plan_pools(wish, backends))
-    if not plans:
-        raise BackendError(f"backend {wish.backend} plans no pool for {wish}")
-    for plan in plans:
-        if not isinstance(plan, PoolPlan):
-            raise BackendError(f"backend {wish.backend} plans {plan!r}, which is no PoolPlan")
-    return plans
 
 
 def read_order(config: MaruConfig, plans: Sequence[PoolPlan]) -> tuple[int, ...]:

@@ -111,6 +111,11 @@ class RuntimeDir:
         return self.path / "sessions"
 
     @property
+    def pools(self) -> Path:
+        """Which pools were served last."""
+        return self.path / "pools.json"
+
+    @property
     def weights(self) -> Path:
         """Weights epochs of namespaces that were reset."""
         return self.path / "weights.json"

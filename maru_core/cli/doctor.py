@@ -7,15 +7,16 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, get_args
 
 import click
-from attrs import asdict, frozen
+from attrs import asdict, astuple, frozen
 
 from maru_core.cli.common import Target, fail, settings, where
 from maru_core.config import MaruConfig, PluginSettings
-from maru_core.contracts import Diagnose, Finding
+from maru_core.contracts import Diagnose, Finding, Level
 from maru_core.errors import ConfigError, MaruError, Unavailable
+from maru_core.foreign import pass_interrupt, show
 from maru_core.host import PluginHost
 from maru_core.logs import visible
 from maru_core.runtime_dir import RuntimeDir
@@ -143,13 +144,14 @@ def _ask(who: str, diagnose: Diagnose | None, config: MaruConfig) -> Iterable[Fi
         return
     try:
         found = list(diagnose(config))
-        wrong = [finding for finding in found if not isinstance(finding, Finding)]
-        if wrong:
-            raise TypeError(f"{wrong[0]!r} is no Finding")
-    except Exception as error:  # noqa: BLE001 - a plugin's code
-        yield Finding(
-            "error", who, f"its checks failed: {type(error).__name__}: {error}", "`maru plugins`: whose it is"
-        )
+        for finding in found:
+            if not isinstance(finding, Finding) or not all(isinstance(part, str) for part in astuple(finding)):
+                raise TypeError(f"{finding!r} is no Finding of texts")
+            if finding.level not in get_args(Level):
+                raise ValueError(f"{finding!r} has no such level")
+    except BaseException as error:  # noqa: BLE001 - a plugin's code, see pass_interrupt
+        pass_interrupt(error)
+        yield Finding("error", who, f"its checks failed: {show(error)}", "`maru plugins`: whose it is")
         return
     yield from found
 

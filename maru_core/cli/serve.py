@@ -13,8 +13,9 @@ from maru_core.cli.common import fail, settings, where
 from maru_core.client.bootstrap import DEFAULT_GRANULE, EXIT_TAKEN
 from maru_core.config import PluginSettings
 from maru_core.errors import ConfigError, MaruError
+from maru_core.foreign import plan_pools
 from maru_core.host import PluginHost
-from maru_core.pools import plan_pools, pool_wish
+from maru_core.pools import pool_wish
 from maru_core.pools import read_order as read_order_of
 from maru_core.runtime_dir import AlreadyRunning
 from maru_core.server.service import ServerSettings, run_server
@@ -115,7 +116,7 @@ def serve(
         # The setting is for servers that `auto` starts; one that an operator starts stays until told otherwise.
         idle = config.idle_exit if idle_exit is not None else 0.0
         host = PluginHost.discover(PluginSettings.from_environ(os.environ))
-        plans = plan_pools(pool_wish(config), host.backend)
+        plans = plan_pools(host.backend, pool_wish(config))
         run_server(
             ServerSettings(
                 pools=plans,

@@ -17,6 +17,7 @@ from typing import Protocol
 from maru_core.client.columns import check_place
 from maru_core.contracts import PoolRegistrar, ReadExtent, Region, StorageBackend
 from maru_core.errors import BackendError, MaruError, StaleEpoch
+from maru_core.foreign import map_region
 from maru_core.pool_format import (
     DIGEST_SIZE,
     HEADER_SIZE,
@@ -118,7 +119,7 @@ class Regions:
                 raise _gone()
             region = self._mapped.get(pool.pool)
             if region is None:
-                region = self._host.backend(pool.backend).map_region(pool)
+                region = map_region(self._host.backend, pool)
                 self._host.region_mapped(region)
                 if self._registrar is not None:
                     self._registrar.region_mapped(region)

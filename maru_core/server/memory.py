@@ -10,12 +10,14 @@ from attrs import asdict, frozen
 from maru_core import logs
 from maru_core.contracts import PolicyFactory, Pool, PoolPlan, PoolRequest, Region, StorageBackend
 from maru_core.errors import BackendError, MaruError
+from maru_core.foreign import adopt_pool, create_pool
 from maru_core.pool_format import HEADER_SIZE
 from maru_core.protocol.messages import NO_ENTRY
 from maru_core.server.arena import Arena
 from maru_core.server.directory import Directory
 from maru_core.server.liveness import SessionRecord
 from maru_core.server.namespaces import NamespaceState
+from maru_core.server.served import ServedPools
 from maru_core.server.sessions import Session, SessionRegistry
 
 _PREFAULT = 1 << 20
@@ -143,7 +145,7 @@ def start_cold(
     pools = Pools()
     with ExitStack() as attempt:
         attempt.callback(pools.close, False)
-        pools.add_all(memory, lambda plan, request: backends(plan.backend).create_pool(request))
+        pools.add_all(memory, lambda plan, request: create_pool(backends, plan, request))
         pools.prefault()
         attempt.pop_all()
     cleanup.callback(pools.close, keep, sessions)
@@ -158,17 +160,18 @@ def start_warm(
     cleanup: ExitStack,
     earlier: Mapping[int, SessionRecord],
     sessions: SessionRegistry,
+    served: ServedPools,
     now: float,
 ) -> tuple[Directory, list[Region]] | None:
     """Directory and pools of a server that was killed, on the same memory; ``None`` when that cannot be, never half.
 
-    ``earlier`` are its sessions, which become awaited ones in ``sessions``, seen at ``now``.
+    ``earlier`` are its sessions, which become awaited ones in ``sessions``, seen at ``now``; ``served`` its pools.
     """
     log = logs.get_logger(__name__)
     pools = Pools()
 
     def take_over(plan: PoolPlan, request: PoolRequest) -> Pool:
-        pool = backends(plan.backend).adopt_pool(request)
+        pool = adopt_pool(backends, plan, request)
         if pool is None:
             raise BackendError(f"pool {request.pool} of an earlier server is not there, or is another one")
         return pool
@@ -187,6 +190,8 @@ def start_warm(
         attempt.callback(pools.close, True)
         try:
             pools.add_all(memory, take_over)
+            if not served.are([arena.descriptor.identity for arena in pools.arenas]):
+                raise BackendError("these are not all the pools that were served last, and no others")
             directory = _directory(memory, pools, epochs)
             unknown = directory.namespaces.unknown()
             for number, record in earlier.items():

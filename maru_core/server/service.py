@@ -33,6 +33,7 @@ from maru_core.server.liveness import SessionLocks
 from maru_core.server.loop import ServerLoop
 from maru_core.server.memory import Memory, start_cold, start_warm
 from maru_core.server.mover import Mover
+from maru_core.server.served import ServedPools
 from maru_core.server.sessions import SessionRegistry
 from maru_core.server.weights import WeightsFile
 
@@ -88,7 +89,7 @@ def run_server(
     What a killed server of this runtime folder left in memory is served again if it is still there and as it was left;
     else the start is cold. Raises AlreadyRunning when another server has the runtime folder, ConfigError for a setting,
     BackendError when there is no room for a pool. Nothing stays behind, except the lock file, the administration's
-    credential, and the weights epochs once there was a reset.
+    credential, which pools they were, and the weights epochs once there was a reset.
     """
     if not settings.pools or not 0 < settings.lease_share <= 1:
         raise ConfigError(f"a server needs a pool and a lease share in (0, 1], got {settings}")
@@ -136,12 +137,14 @@ def run_server(
         # What is built here lives as long as the server: looking for garbage in it takes longer than building it.
         gc.disable()
         cleanup.callback(gc.enable)
-        started = start_warm(memory, backends, epochs, keep, cleanup, earlier, sessions, now)
+        served = ServedPools(runtime.pools)
+        started = start_warm(memory, backends, epochs, keep, cleanup, earlier, sessions, served, now)
         if started is None:
             for session in earlier:
                 locks.remove(session)
             started = start_cold(memory, backends, epochs, keep, cleanup, sessions)
         directory, regions = started
+        served.note([arena.descriptor.identity for arena in directory.arenas])
         epoch = secrets.randbits(63) | 1
         handlers = Handlers(
             directory, sessions, locks, weights, epoch, os.getpid(), time.monotonic, settings.dma_grace, access=keys

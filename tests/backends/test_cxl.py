@@ -583,8 +583,10 @@ def test_a_wish_is_spread_over_devices_in_order(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match=r"no size was given, and .*/new has none of its own"):
         plan(None, a, tmp_path / "new")
     (tmp_path / "link").symlink_to(a)
-    with pytest.raises(BackendError, match=r"names .*/a twice"):
-        plan(None, a, tmp_path / "link")
+    os.link(a, tmp_path / "name")
+    for other in ("link", "name"):
+        with pytest.raises(BackendError, match=r"names .*/a.* twice"):
+            plan(None, a, tmp_path / other)
 
 
 def test_pools_on_several_devices_are_one_each(tmp_path: Path) -> None:

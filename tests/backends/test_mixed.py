@@ -12,9 +12,10 @@ from maru_core.config import MaruConfig
 from maru_core.contracts import PoolPlan, PoolRequest, PoolWish
 from maru_core.errors import BackendError, ConfigError
 from maru_core.fakes import FakeBackend
+from maru_core.foreign import plan_pools
 from maru_core.host import PluginHost
 from maru_core.namespace import Namespace
-from maru_core.pools import plan_pools, pool_wish, read_order
+from maru_core.pools import pool_wish, read_order
 from maru_core.testing import ServerFactory
 
 
@@ -34,7 +35,7 @@ def _config(**settings: object) -> MaruConfig:
 
 def _plans(config: MaruConfig) -> tuple[PoolPlan, ...]:
     host = PluginHost.with_plugins({"fake": FakeBackend(), "twice": _Twice()}, built_ins=True, strict=True)
-    return plan_pools(pool_wish(config), host.backend)
+    return plan_pools(host.backend, pool_wish(config))
 
 
 def test_one_backend_plans_its_own_pools() -> None:
@@ -72,8 +73,8 @@ def test_a_backend_that_plans_nonsense_is_refused(answer: list[Any]) -> None:
         def plan_pools(self, wish: PoolWish, backends: Any) -> list[Any]:
             return answer
 
-    with pytest.raises(BackendError, match="backend fake plans"):
-        plan_pools(PoolWish("fake", 1 << 20, None), lambda name: Odd())
+    with pytest.raises(BackendError, match="plan_pools of backend fake"):
+        plan_pools(lambda name: Odd(), PoolWish("fake", 1 << 20, None))
 
 
 def test_mixed_has_no_pools_of_its_own() -> None:

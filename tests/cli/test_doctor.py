@@ -113,7 +113,7 @@ class Vendor(FakeBackend):
         return [BackendProvision(self.name, lambda: self, diagnose=self._diagnose)]
 
     def _diagnose(self, config: MaruConfig) -> Any:
-        if isinstance(self._answer, Exception):
+        if isinstance(self._answer, BaseException):
             raise self._answer
         return self._answer
 
@@ -125,6 +125,9 @@ class Vendor(FakeBackend):
         (ValueError("lost"), "error", "its checks failed: ValueError: lost"),
         (["text"], "error", "'text' is no Finding"),
         (None, "error", "its checks failed: TypeError"),
+        (SystemExit(0), "error", "its checks failed: SystemExit: 0"),
+        ([Finding(7, None, 3, None)], "error", "is no Finding of texts"),  # type: ignore[arg-type]
+        ([Finding("fatal", "acme0", "is hot")], "error", "has no such level"),  # type: ignore[arg-type]
     ],
 )
 def test_vendors_add_findings_and_their_faults_are_findings(answer: object, level: str, expected: str) -> None:

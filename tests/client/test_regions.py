@@ -185,24 +185,6 @@ def test_keys_that_were_not_found_are_left_out() -> None:
     assert regions.of(first).acquired == [(start, GRANULE + 100)]  # type: ignore[attr-defined, arg-type]
 
 
-@pytest.mark.parametrize("hosts", [True, False])
-def test_what_is_given_up_is_written_back_only_where_hosts_share_the_pool(hosts: bool) -> None:
-    backend = FakeBackend()
-    request = PoolRequest(0, 1 << 18, GRANULE, 0, None, "t0", shared_by_hosts=hosts)
-    pool = backend.create_pool(request).region.descriptor
-    regions = Regions([pool], PluginHost.with_plugins({"fake": backend}), bytes(16))
-    regions.settle([2], [100])  # not mapped: nothing can have been written
-    assert regions._mapped == {}
-    regions.map_all()
-    regions.settle([2], [100])
-    assert regions.of(pool).published == ([(pool.data_at(2), 100)] if hosts else [])  # type: ignore[attr-defined]
-    regions.settle([10**6], [1])
-    regions.settle_reserved([10**6])
-    regions.close()
-    regions.settle([2], [100])
-    regions.settle_reserved([2])
-
-
 def test_only_what_is_in_the_way_is_let_go_and_it_is_mapped_again_when_used(monkeypatch: pytest.MonkeyPatch) -> None:
     regions, (first, second) = two_pools()
     stays, goes = regions.of(first), regions.of(second)  # type: ignore[arg-type]

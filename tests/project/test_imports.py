@@ -41,7 +41,7 @@ LAYERS = [
     {"pool_format", "geometry"},
     {"protocol"},
     {"namespace", "keys", "contracts", "discovery", "config", "access"},
-    {"hookspecs", "hints", "plugin_checks", "fakes"},
+    {"hookspecs", "hints", "plugin_checks", "foreign", "fakes"},
     {"host"},
 ]
 

@@ -33,6 +33,9 @@ class FileRegion:
     def acquire(self, offset: int, length: int) -> None:
         return
 
+    def populate(self, offset: int, length: int) -> None:
+        return
+
     def close(self) -> None:
         self.buffer.release()
         self._map.close()

@@ -304,3 +304,33 @@ def test_killed_before_any_line_of_copying_up():
     (move,) = held
     assert served == {(move.source, move.source_generation), (move.target, move.target_generation)}
     assert world.directory.objects.state[move.target] == REPLICA
+
+
+def test_what_has_a_replica_stays_until_its_children_are_elsewhere():
+    """Its child is on its way down. Moved as well, it would leave a replica of nothing behind."""
+    world = World.of(4, 4, 40, promote=True, demote=True, ahead=0.5)
+    session = world.session()
+    objects = world.directory.objects
+    world.store(session, keys(100, 4))
+    world.store(session, keys(0, 2), parents=(key(99),))
+    world.directory.delete(session, keys(100, 4))
+    assert [pool_of(world, name) for name in keys(0, 2)] == [1, 1]
+    for _ in range(2):
+        use(world, session, keys(0, 1))
+    while (move := world.directory.next_move()) is not None and move.down:
+        assert world.directory.finish_move(move, False) is False
+    assert move is not None
+    assert world.directory.finish_move(move, True)
+    (parent,) = objects.replica
+    for number in range(20, 26):
+        world.store(session, keys(number, 1))
+    started = []
+    while (move := world.directory.next_move()) is not None:
+        world.check()
+        started.append(move)
+        assert move.source != parent or parent not in objects.replica
+    for move in started:
+        world.directory.finish_move(move, True)
+        world.check()
+    assert all(objects.state[entry] != State.FREE for entry in objects.replica)
+    assert world.directory.probe(session, keys(0, 1)) == READY

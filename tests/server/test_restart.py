@@ -445,3 +445,31 @@ def test_the_pages_of_a_dead_client_wait_for_its_devices(start_server, connect, 
     took = wait_for(lambda: capacity(watcher)["free"] == capacity(watcher)["capacity"])
     assert took + (time.monotonic() - start) > 1.0
     assert time.monotonic() - start < 4
+
+
+def test_another_set_of_pools_starts_cold(start_server, connect):
+    """What was deleted while one of two pools was left out does not come back with it."""
+    small = SIXTEEN
+    both = (*small, "--size", str(1 << 20))
+    server = start_server(*both)
+    client = connect(server).hello()
+    client.store(keys(0, 40))
+    assert [pool["objects"] > 0 for pool in client.stats()["pools"]] == [True, True]
+    kill(server)
+    server = start_server(*both)
+    assert connect(server).hello().probe(keys(0, 40)) == b"\1" * 40, "the same set is served as it was"
+    kill(server)
+    server = start_server(*small)
+    assert connect(server).hello().probe(keys(0, 40)) == b"\0" * 40
+    kill(server)
+    server = start_server(*both)
+    assert connect(server).hello().probe(keys(0, 40)) == b"\0" * 40
+
+
+def test_without_knowing_what_was_served_the_start_is_cold(start_server, connect, runtime_dir):
+    server = start_server()
+    connect(server).hello().store(keys(0, 4))
+    kill(server)
+    (runtime_dir / "pools.json").write_text("[" * 100_000)
+    server = start_server()
+    assert connect(server).hello().probe(keys(0, 4)) == b"\0" * 4
