@@ -44,6 +44,10 @@ class ServedPools:
                 reason=error.strerror,
             )
 
+    def forget(self) -> None:
+        """They are gone."""
+        self._path.unlink(missing_ok=True)
+
 
 def _told(identities: Sequence[bytes]) -> list[str]:
     return [identity.hex() for identity in identities]

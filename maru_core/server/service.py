@@ -89,7 +89,7 @@ def run_server(
     What a killed server of this runtime folder left in memory is served again if it is still there and as it was left;
     else the start is cold. Raises AlreadyRunning when another server has the runtime folder, ConfigError for a setting,
     BackendError when there is no room for a pool. Nothing stays behind, except the lock file, the administration's
-    credential, which pools they were, and the weights epochs once there was a reset.
+    credential, and the weights epochs once there was a reset; with ``keep_pools`` the pools, and which they were.
     """
     if not settings.pools or not 0 < settings.lease_share <= 1:
         raise ConfigError(f"a server needs a pool and a lease share in (0, 1], got {settings}")
@@ -145,6 +145,8 @@ def run_server(
             started = start_cold(memory, backends, epochs, keep, cleanup, sessions)
         directory, regions = started
         served.note([arena.descriptor.identity for arena in directory.arenas])
+        if not keep:
+            cleanup.callback(served.forget)
         epoch = secrets.randbits(63) | 1
         handlers = Handlers(
             directory, sessions, locks, weights, epoch, os.getpid(), time.monotonic, settings.dma_grace, access=keys
