@@ -9,11 +9,8 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import secrets
 import stat
-import struct
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,19 +21,18 @@ from attrs import evolve
 
 from maru_backends.capacity import NO_LIMIT, Available, available_memory, filesystem_type, free_huge_pages, free_space
 from maru_backends.checkup import check_cpu
-from maru_backends.mapped import MappedRegion, map_fd, map_file
+from maru_backends.mapped import MappedRegion, map_fd, map_file, new_descriptor, superblock_of
+from maru_backends.origin import UNKNOWN, boot_id, place_of
 from maru_core.contracts import BackendProvision, PoolPlan, PoolRequest, PoolWish, StorageBackend, one_pool
 from maru_core.errors import BackendError
 from maru_core.plugin import hookimpl
-from maru_core.pool_format import MAGIC, SUPERBLOCK_SIZE, Superblock, pack_superblock, plan_pool, unpack_superblock
+from maru_core.pool_format import MAGIC, SUPERBLOCK_SIZE, pack_superblock, unpack_superblock
 from maru_core.protocol import PoolDescriptor
 from maru_core.sizes import format_size
 
 NAME: Final = "cpu"
 DEFAULT_PATH: Final = "/dev/shm"
-IDENTITY_SIZE: Final = 16
 _OWNER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_UNKNOWN_BOOT: Final = bytes(16)
 _FOLDER: Final = "maru-"
 _FILE: Final = "pool-"
 _KEPT: Final = ".kept"
@@ -195,20 +191,7 @@ def _no_room(size: int, available: Available) -> str:
 
 
 def _plan(request: PoolRequest, location: str, page: int) -> PoolDescriptor:
-    size = request.size // page * page
-    entry_count, data_offset = plan_pool(size, request.granule)
-    return PoolDescriptor(
-        pool=request.pool,
-        backend=NAME,
-        location=location,
-        identity=secrets.token_bytes(IDENTITY_SIZE),
-        size=size,
-        granule=request.granule,
-        entry_base=request.entry_base,
-        entry_count=entry_count,
-        table_offset=SUPERBLOCK_SIZE,
-        data_offset=data_offset,
-    )
+    return new_descriptor(request, NAME, location, request.size // page * page)
 
 
 def _existing(fd: int, request: PoolRequest, location: str, page: int) -> PoolDescriptor:
@@ -217,9 +200,9 @@ def _existing(fd: int, request: PoolRequest, location: str, page: int) -> PoolDe
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise BackendError("it is not a private file of this user")
     block = unpack_superblock(os.pread(fd, SUPERBLOCK_SIZE, 0))
-    if block.boot_id != _boot_id() or block.boot_id == _UNKNOWN_BOOT:
+    if block.boot_id != boot_id() or block.boot_id == UNKNOWN:
         raise BackendError("it was made before this host was started, or the host does not say when that was")
-    if block.place != _place(fd):
+    if block.place != place_of(fd):
         raise BackendError("it is a copy: engines that go on with the pool write to the original")
     wanted = _plan(request, location, page)
     found = (status.st_size, block.granule, block.entry_count, block.table_offset, block.data_offset)
@@ -245,15 +228,7 @@ def _allocate(folder_fd: int, name: str, descriptor: PoolDescriptor) -> CpuPool:
             left = next(iter(free_space(fd, descriptor.location)), NO_LIMIT)
             raise BackendError(f"{error.strerror}: {_no_room(descriptor.size, left)}") from error
         region = MappedRegion(descriptor, map_fd(fd, descriptor))
-        block = Superblock(
-            granule=descriptor.granule,
-            entry_count=descriptor.entry_count,
-            table_offset=descriptor.table_offset,
-            data_offset=descriptor.data_offset,
-            identity=descriptor.identity,
-            boot_id=_boot_id(),
-            place=_place(fd),
-        )
+        block = superblock_of(descriptor, boot_id(), place_of(fd))
         # Last, so that whoever finds a valid superblock finds a whole pool.
         packed = pack_superblock(block)
         region.buffer[: len(packed)] = packed
@@ -274,19 +249,6 @@ def _allocate(folder_fd: int, name: str, descriptor: PoolDescriptor) -> CpuPool:
 def _page_size(fd: int) -> int:
     """Bytes of the pages that the file's memory comes in: the huge ones of a hugetlbfs or of a tmpfs that has them."""
     return os.fstat(fd).st_blksize
-
-
-def _place(fd: int) -> bytes:
-    """Which file of this boot it is."""
-    status = os.fstat(fd)
-    return struct.pack("<QQ", status.st_dev, status.st_ino)
-
-
-def _boot_id() -> bytes:
-    try:
-        return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
-    except (OSError, ValueError):  # not shown in this container: a pool without it is never taken over
-        return _UNKNOWN_BOOT
 
 
 @contextmanager

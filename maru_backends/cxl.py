@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,15 +24,15 @@ from maru_backends.capacity import Available, available_memory
 from maru_backends.checkup import check_cxl
 from maru_backends.cxl_pool import CxlPool, CxlRegion
 from maru_backends.locks import lock_alone, lock_shared, own, unlock
-from maru_backends.mapped import check_block, check_geometry
-from maru_backends.origin import ID_SIZE, Host, place_of
+from maru_backends.mapped import check_block, check_geometry, new_descriptor, superblock_of
+from maru_backends.origin import Host, place_of
 from maru_backends.ownership import Known, OwnerRecord, ended, refusal
 from maru_backends.places import Flusher, Place, no_room
 from maru_core.config import MaruConfig
 from maru_core.contracts import BackendProvision, Finding, PoolPlan, PoolRequest, PoolWish, StorageBackend
 from maru_core.errors import BackendError
 from maru_core.plugin import hookimpl
-from maru_core.pool_format import SUPERBLOCK_SIZE, Superblock, pack_superblock, plan_pool
+from maru_core.pool_format import SUPERBLOCK_SIZE, pack_superblock
 from maru_core.protocol import PoolDescriptor
 
 NAME: Final = "cxl"
@@ -168,20 +167,7 @@ class CxlBackend:
                 f"a pool of {request.size} bytes cannot hold one granule: {place.path} is used in whole alignments of "
                 f"{place.align} bytes; raise maru_cxl_pool_size"
             )
-        entry_count, data_offset = plan_pool(size, request.granule)
-        descriptor = PoolDescriptor(
-            pool=request.pool,
-            backend=NAME,
-            location=place.path,
-            identity=secrets.token_bytes(ID_SIZE),
-            size=size,
-            granule=request.granule,
-            entry_base=request.entry_base,
-            entry_count=entry_count,
-            table_offset=SUPERBLOCK_SIZE,
-            data_offset=data_offset,
-            flush=request.shared_by_hosts,
-        )
+        descriptor = new_descriptor(request, NAME, place.path, size, flush=request.shared_by_hosts)
         return place, descriptor, self._flusher(request.shared_by_hosts)
 
     def _take(
@@ -236,15 +222,7 @@ class CxlBackend:
             now = place.look(fd, flusher)
             if now.record != record:
                 raise BackendError(_in_use(place, now))
-            block = Superblock(
-                granule=descriptor.granule,
-                entry_count=descriptor.entry_count,
-                table_offset=descriptor.table_offset,
-                data_offset=descriptor.data_offset,
-                identity=descriptor.identity,
-                boot_id=host.boot,
-                place=node,
-            )
+            block = superblock_of(descriptor, host.boot, node)
             # Last, so that whoever finds a valid superblock finds a whole pool.
             packed = pack_superblock(block)
             region.buffer[: len(packed)] = packed

@@ -5,17 +5,20 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import secrets
 import stat
 from typing import Final
 
+from maru_core.contracts import PoolRequest
 from maru_core.errors import BackendError
-from maru_core.pool_format import HEADER_SIZE, SUPERBLOCK_SIZE, Superblock, unpack_superblock
+from maru_core.pool_format import HEADER_SIZE, SUPERBLOCK_SIZE, Superblock, plan_pool, unpack_superblock
 from maru_core.protocol import PoolDescriptor
 
 #: madvise(2) since Linux 5.14, not yet named by Python. Enters pages into the page tables, writable.
 _MADV_POPULATE_WRITE: Final = 23
 #: Bytes per call of madvise, between two looks whether the region was closed.
 _POPULATE_SLICE: Final = 64 << 20
+_IDENTITY_SIZE: Final = 16
 
 
 class MappedRegion:
@@ -82,6 +85,39 @@ class MappedRegion:
         keeps = getattr(self, "_keeps", None)
         if keeps is not None:
             os.close(keeps)
+
+
+def new_descriptor(
+    request: PoolRequest, backend: str, location: str, size: int, *, flush: bool = False
+) -> PoolDescriptor:
+    """A pool of ``size`` bytes as ``request`` wants it, with a new identity; raises BackendError if it is too small."""
+    entry_count, data_offset = plan_pool(size, request.granule)
+    return PoolDescriptor(
+        pool=request.pool,
+        backend=backend,
+        location=location,
+        identity=secrets.token_bytes(_IDENTITY_SIZE),
+        size=size,
+        granule=request.granule,
+        entry_base=request.entry_base,
+        entry_count=entry_count,
+        table_offset=SUPERBLOCK_SIZE,
+        data_offset=data_offset,
+        flush=flush,
+    )
+
+
+def superblock_of(descriptor: PoolDescriptor, boot: bytes, place: bytes) -> Superblock:
+    """What a new pool begins with; ``boot`` and ``place`` as in :mod:`maru_backends.origin`."""
+    return Superblock(
+        granule=descriptor.granule,
+        entry_count=descriptor.entry_count,
+        table_offset=descriptor.table_offset,
+        data_offset=descriptor.data_offset,
+        identity=descriptor.identity,
+        boot_id=boot,
+        place=place,
+    )
 
 
 def map_file(descriptor: PoolDescriptor, keeps: int | None = None) -> MappedRegion:

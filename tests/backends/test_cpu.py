@@ -344,7 +344,7 @@ def test_only_what_is_certainly_ours_is_taken_over(tmp_path: Path, monkeypatch: 
     path.chmod(0o600)
     for boot in (b"another boot....", bytes(16)):
         with monkeypatch.context() as patch:
-            patch.setattr("maru_backends.cpu._boot_id", lambda boot=boot: boot)
+            patch.setattr("maru_backends.cpu.boot_id", lambda boot=boot: boot)
             assert backend.adopt_pool(ask_in(tmp_path)) is None
     with path.open("r+b") as file:
         file.seek(20)
