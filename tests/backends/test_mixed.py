@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from maru_backends.cpu import CpuBackend
+from maru_backends.cxl import CxlBackend
 from maru_backends.mixed import MixedBackend
 from maru_core.client import MaruHandler
 from maru_core.config import MaruConfig
 from maru_core.contracts import PoolPlan, PoolRequest, PoolWish
 from maru_core.errors import BackendError, ConfigError
 from maru_core.fakes import FakeBackend
-from maru_core.foreign import plan_pools
+from maru_core.foreign import adopt_pool, create_pool, map_region, plan_pools
 from maru_core.host import PluginHost
 from maru_core.namespace import Namespace
 from maru_core.pools import pool_wish, read_order
+from maru_core.protocol import PoolDescriptor
 from maru_core.testing import ServerFactory
+from maru_core.testing_backend import BackendContract
 
 
 class _Twice(FakeBackend):
@@ -91,3 +96,47 @@ def test_a_server_serves_the_pools_of_its_members(maru_server: ServerFactory) ->
         (pool,) = handler.server_stats()["pools"]
         assert pool["backend"] == "cpu"
         assert 0 < pool["capacity"] <= 2 << 20
+
+
+class _Member:
+    """The pools of one member as a server has them made: planned by mixed, made and mapped by whose they are."""
+
+    def __init__(self, member: Any) -> None:
+        self.name = member.name
+        self._member = member
+        self._backends = lambda name: {"mixed": MixedBackend(), member.name: member}[name]
+
+    def plan_pools(self, wish: PoolWish, backends: Any) -> tuple[PoolPlan, ...]:
+        return plan_pools(self._backends, PoolWish("mixed", None, None, (wish,)))
+
+    def create_pool(self, request: PoolRequest) -> Any:
+        return create_pool(self._backends, self._plan(request), request)
+
+    def adopt_pool(self, request: PoolRequest) -> Any:
+        return adopt_pool(self._backends, self._plan(request), request)
+
+    def map_region(self, descriptor: PoolDescriptor) -> Any:
+        return map_region(self._backends, descriptor)
+
+    def _plan(self, request: PoolRequest) -> PoolPlan:
+        return PoolPlan(self.name, request.size, request.path)
+
+
+class TestCpuInMixed(BackendContract):
+    @pytest.fixture
+    def backend(self) -> Any:
+        return _Member(CpuBackend())
+
+    @pytest.fixture
+    def ask(self, tmp_path: Path) -> PoolRequest:
+        return PoolRequest(0, 1 << 20, 4096, 0, str(tmp_path), "owner")
+
+
+class TestCxlInMixed(BackendContract):
+    @pytest.fixture
+    def backend(self) -> Any:
+        return _Member(CxlBackend(patience=0.2, settle=0.0))
+
+    @pytest.fixture
+    def ask(self, tmp_path: Path) -> PoolRequest:
+        return PoolRequest(0, 8 << 20, 4096, 0, str(tmp_path), "owner")
