@@ -145,9 +145,10 @@ class Place:
             raise BackendError(f"cannot map {size} bytes: {error} ({self.describe()}){hints}") from error
 
     def look(self, fd: int, flusher: Flusher | None) -> Known:
-        """What the first page of an open one says; all zero if it is a file that is not that long yet."""
+        """What the first page of an open one says; zero where it is a file that is not that long."""
         if self.device is None and os.fstat(fd).st_size < self.align:
-            page = bytes(SUPERBLOCK_SIZE)
+            # Too short to be mapped: new, or cut by somebody although it says whose it is.
+            page = os.pread(fd, SUPERBLOCK_SIZE, 0).ljust(SUPERBLOCK_SIZE, b"\0")
         else:
             with self.map(fd, self.align) as mapping:
                 if flusher is not None:  # another host may have written it since it was in a cache here

@@ -774,3 +774,17 @@ def test_the_shared_lock_of_a_mapping_outlives_its_descriptor(ask: PoolRequest) 
     gc.collect()
     assert lock_alone(other)
     os.close(other)
+
+
+def test_a_file_that_was_cut_still_says_whose_it_is(tmp_path: Path) -> None:
+    """Its owner may make it anew; for anybody else it is as taken as before."""
+    backend = quick()
+    request = PoolRequest(0, 16 * MIB, 8192, 0, str(tmp_path), "owner")
+    left = backend.create_pool(request)
+    path = left.region.descriptor.location
+    left.leave()
+    os.truncate(path, MIB)
+    assert backend.adopt_pool(request) is None
+    again = backend.create_pool(request)
+    assert os.stat(path).st_size == 16 * MIB
+    again.destroy()
