@@ -140,3 +140,56 @@ class TestCxlInMixed(BackendContract):
     @pytest.fixture
     def ask(self, tmp_path: Path) -> PoolRequest:
         return PoolRequest(0, 8 << 20, 4096, 0, str(tmp_path), "owner")
+
+
+@pytest.mark.parametrize("order", ["cpu,cxl", "cxl,cpu"])
+@pytest.mark.parametrize("demote", [True, False])
+def test_bytes_over_both_media_while_one_and_both_are_full(
+    maru_server: ServerFactory, tmp_path: Path, order: str, demote: bool
+) -> None:
+    """One chain over both pools is found whole and equal; what does not fit goes tail first, and nothing is wrong."""
+    (tmp_path / "device").mkdir()
+    server = maru_server(
+        storage_backend="mixed",
+        write_order=order,
+        pool_size="8M",
+        cxl_pool_path=str(tmp_path / "device"),
+        demote=str(demote).lower(),
+    )
+    config = _config(server_url=server.url, verify="full")
+    with MaruHandler.connect(config, Namespace.of({"model": "m"}), host=_host()) as handler:
+
+        def data(number: int) -> bytes:
+            return number.to_bytes(4, "little") * 15_000
+
+        def store(first: int, count: int) -> None:
+            for at in range(first, first + count, 10):
+                names = [f"k{number}" for number in range(at, at + 10)]
+                handler.batch_store(names, [data(number) for number in range(at, at + 10)])
+
+        def found(numbers: range) -> int:
+            hits = 0
+            for number in numbers:
+                result = handler.retrieve(f"k{number}")
+                if result is not None:
+                    with result:
+                        assert bytes(result.view) == data(number)
+                    hits += 1
+            return hits
+
+        store(0, 200)  # 12 MB: the first pool is full, both are not
+        assert found(range(200)) == 200
+        first, second = handler.server_stats()["pools"]
+        assert (first["backend"], second["backend"]) == tuple(order.split(","))
+        assert first["objects"] + second["objects"] == 200
+        assert min(first["objects"], second["objects"]) > 50
+        assert bool(first["demoted_out"]) is demote
+        store(200, 400)  # both are full, again and again
+        assert found(range(600)) > 200
+        for pool in handler.server_stats()["pools"]:
+            assert pool["used"] + pool["free"] + pool["reserved"] + pool["quarantined"] == pool["capacity"]
+        assert handler.server_stats()["counters"]["evicted"] > 0
+
+
+def _host() -> PluginHost:
+    return PluginHost.with_plugins({}, built_ins=True)
