@@ -178,6 +178,56 @@ class Transfer(Protocol):
         """Give staging memory back. Idempotent."""
 
 
+class LayeredLoad(Protocol):
+    """A load under way whose layers arrive in true layer order. Every method may be called from any thread.
+
+    Whoever began it calls :meth:`finish`, also after an error or :meth:`cancel`: until then buffers are being read and
+    pages written. A load that failed or was cancelled leaves the slots of all of its layers undefined.
+    """
+
+    def layers_done(self) -> int:
+        """How many layers, counted from layer 0, have arrived in full. Never blocks, never falls.
+
+        Raises TransferError when the load failed or was cancelled.
+        """
+
+    def wait_layer(self, layer: int) -> None:
+        """What the calling thread's current device stream runs later comes after the arrival of layers 0 to ``layer``.
+
+        On a device this blocks only until the layer's copies are submitted, not until they have run; on the host until
+        the layer is there. It needs no call of anybody else to go on. Raises TransferError when the layer will not
+        arrive, or is none.
+        """
+
+    def finish(self) -> None:
+        """Block until every layer has arrived, or nothing is under way any more: buffers may be reused. Idempotent.
+
+        Raises TransferError when not everything arrived.
+        """
+
+    def cancel(self) -> None:
+        """Submit nothing more, so that :meth:`finish` returns soon. Never blocks; nothing happens if all is submitted.
+
+        Later calls raise TransferError if anything is missing.
+        """
+
+
+@runtime_checkable
+class LoadsByLayer(Protocol):
+    """A :class:`Transfer` with this method can be overlapped with the layers that read the pages."""
+
+    def begin_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> LayeredLoad:
+        """Begin what :meth:`Transfer.load` does, layer by layer, and return without waiting for it.
+
+        A layer has arrived when it was written to the pages for every one of ``copies``, of whichever format; one for
+        which there is nothing to write arrives with the layer before. Pages are written after what is on the calling
+        thread's current device stream now; only streams that are told by :meth:`LayeredLoad.wait_layer` wait for that.
+        Called by the thread that uses the transfer. Loads run one at a time, in the order in which they were begun, and
+        other calls of the transfer wait for all of them; ``close`` cancels them.
+        Raises TransferError, having begun nothing, as :meth:`Transfer.load` does for a request that makes no sense.
+        """
+
+
 class TransferEngine(Protocol):
     """A way to move bytes between paged memory and pools."""
 
