@@ -1,48 +1,143 @@
-"""What a worker has done and not yet told: every load it was given is answered once, whoever failed to do it."""
+"""What a worker has done and not yet told: every load and store it was given is answered once, whoever did it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 
 from attrs import define, field
 
-from maru_integrations.vllm.metadata import LoadOp, LoadResult, MaruWorkerMetadata, StoreOp, least
+from maru_integrations.vllm.metadata import (
+    LoadOp,
+    LoadResult,
+    MaruWorkerMetadata,
+    StoreOp,
+    StoreResult,
+    least,
+    total,
+)
 
 
 @define
-class Answers:
-    """Collects answers until vLLM asks for them; each ``take_*`` hands out and forgets."""
+class _Report:
+    """What one step tells. All of one load is in the same report: its answer, its request, its failed blocks."""
 
-    _loads: list[LoadResult] = field(factory=list, init=False)
-    _unsaved: dict[str, int] = field(factory=dict, init=False)
-    _received: set[str] = field(factory=set, init=False)
-    _failed_blocks: set[int] = field(factory=set, init=False)
+    message: MaruWorkerMetadata = field(factory=MaruWorkerMetadata)
+    received: set[str] = field(factory=set)
+    failed_blocks: set[int] = field(factory=set)
+
+
+class Answers:
+    """Collects answers until vLLM asks for them; each ``take_*`` hands out and forgets. Thread-safe.
+
+    :meth:`take_finished` draws the line under a step: what other threads add after it belongs to the next one, so that
+    a request is never reported apart from the blocks that it did not get.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = _Report()
+        self._taken = _Report()
+        #: Requests that were reported as received while their load goes on.
+        self._released: set[int] = set()
+        #: Asynchronous stores without an answer, by request.
+        self._storing: dict[str, set[int]] = {}
+        self._held: set[str] = set()
+
+    # -- told by whoever does the work ---------------------------------------------------------------------------
+
+    def load_released(self, op: LoadOp) -> None:
+        """Enough of a parked load is there for its request to go on; its answer comes later."""
+        with self._lock:
+            if op.load_id not in self._released:
+                self._released.add(op.load_id)
+                self._next.received.add(op.request_id)
 
     def load_ended(self, op: LoadOp, good: int, failed_blocks: Sequence[int]) -> None:
         """``good`` objects from the front arrived; ``failed_blocks`` hold undefined KV."""
-        self._loads.append(LoadResult(op.load_id, good))
-        if op.parked:
-            self._received.add(op.request_id)
-        self._failed_blocks.update(failed_blocks)
+        with self._lock:
+            report = self._next
+            report.message.loads.append(LoadResult(op.load_id, good))
+            if op.parked and op.load_id not in self._released:
+                report.received.add(op.request_id)
+            self._released.discard(op.load_id)
+            report.failed_blocks.update(failed_blocks)
+
+    def loads_took(self, nbytes: int, seconds: float) -> None:
+        """Loads moved ``nbytes`` in ``seconds`` of work."""
+        with self._lock:
+            self._next.message.load_bytes += nbytes
+            self._next.message.load_seconds += seconds
 
     def unsaved(self, ops: Sequence[StoreOp]) -> None:
-        """These chunks were to be stored and could be later: plan them again."""
-        self._unsaved = least(self._unsaved, {op.request_id: op.chunks[0] for op in ops})
+        """These chunks were to be stored in this step and could be later: plan them again."""
+        with self._lock:
+            message = self._next.message
+            for op in ops:
+                message.unsaved = least(message.unsaved, {op.request_id: op.chunks[0]})
 
-    def take_received(self) -> set[str]:
-        """Parked requests whose load ended, well or not."""
-        received, self._received = self._received, set()
-        return received
+    def store_queued(self, op: StoreOp) -> None:
+        """An asynchronous store was taken over: its request is not sent before it has ended."""
+        with self._lock:
+            self._storing.setdefault(op.request_id, set()).add(op.store_id)
+
+    def store_ended(self, op: StoreOp, kept: int, reason: str = "") -> None:
+        """An asynchronous store, queued or not, reads its blocks no more; see :class:`StoreResult`."""
+        with self._lock:
+            stores = self._storing.get(op.request_id)
+            if stores is not None:
+                stores.discard(op.store_id)
+                if not stores:
+                    del self._storing[op.request_id]
+            self._next.message.stored.append(StoreResult(op.store_id, kept, reason))
+
+    def dropped(self, reason: str, count: int) -> None:
+        """``count`` objects were not stored."""
+        if count:
+            with self._lock:
+                self._next.message.dropped = total(self._next.message.dropped, {reason: count})
+
+    def hold(self, request_ids: Iterable[str]) -> None:
+        """vLLM keeps the blocks of these until they are reported as sent."""
+        with self._lock:
+            self._held.update(request_ids)
+
+    # -- asked once per step, in this order ----------------------------------------------------------------------
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Held requests of which no store is left, and parked ones whose load has ended, well or not."""
+        with self._lock:
+            sent = {name for name in self._held if name not in self._storing}
+            self._held -= sent
+            report, self._next = self._next, _Report()
+            # What an earlier step was not asked for is not lost.
+            self._taken = _Report(
+                _joined(self._taken.message, report.message),
+                report.received,
+                self._taken.failed_blocks | report.failed_blocks,
+            )
+            return sent, report.received
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks that a load was to fill and did not."""
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
+        with self._lock:
+            failed, self._taken.failed_blocks = self._taken.failed_blocks, set()
+            return failed
 
     def take_metadata(self) -> MaruWorkerMetadata | None:
         """Answers for the scheduler side; ``None`` when there are none."""
-        if not self._loads and not self._unsaved:
-            return None
-        message = MaruWorkerMetadata(self._loads, self._unsaved)
-        self._loads, self._unsaved = [], {}
-        return message
+        with self._lock:
+            message, self._taken.message = self._taken.message, MaruWorkerMetadata()
+            return message if message != MaruWorkerMetadata() else None
+
+
+def _joined(first: MaruWorkerMetadata, second: MaruWorkerMetadata) -> MaruWorkerMetadata:
+    """Two reports of one worker, one after the other."""
+    return MaruWorkerMetadata(
+        first.loads + second.loads,
+        least(first.unsaved, second.unsaved),
+        first.stored + second.stored,
+        first.load_bytes + second.load_bytes,
+        first.load_seconds + second.load_seconds,
+        total(first.dropped, second.dropped),
+    )

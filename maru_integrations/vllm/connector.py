@@ -225,8 +225,12 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._guard.run("store", lambda: None, self._worker.store, metadata)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Parked requests whose load has ended."""
-        return None, self._answers.take_received() or None
+        """Held requests that no store reads any more, and parked ones whose load has ended."""
+        metadata = self._metadata()
+        if metadata is not None:
+            self._answers.hold(metadata.held)
+        sent, received = self._answers.take_finished()
+        return sent or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that could not be filled."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from attrs import define, field, frozen
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -11,6 +12,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+#: Reasons for which objects of a store are not in the pool. ``LOAD_FAILED``: what they were to be copied from may hold
+#: undefined KV; ``PREEMPTED``: their blocks were taken away; ``QUEUE_FULL``: copies are slower than prefill;
+#: ``NO_ROOM``: nothing could be evicted; ``UNAVAILABLE``: no server; ``REFUSED``: a reset came between; ``ERROR``:
+#: anything else.
+LOAD_FAILED: Final = "load_failed"
+PREEMPTED: Final = "preempted"
+QUEUE_FULL: Final = "queue_full"
+NO_ROOM: Final = "no_room"
+UNAVAILABLE: Final = "unavailable"
+REFUSED: Final = "refused"
+ERROR: Final = "error"
+
 
 @frozen
 class LoadOp:
@@ -18,7 +31,9 @@ class LoadOp:
 
     The request's absolute tokens ``[first, last)`` lie in chunks ``chunk, chunk+1, …``, one object each; ``blocks``
     are the request's blocks from the first token of ``chunk`` on. Columns have one item per object. ``parked``: the
-    request waits for its completion to be reported.
+    request waits for its completion to be reported. ``deadline``: seconds from when the worker gets this, after which
+    what has not been loaded counts as failed; 0: none. ``overlap``: the request may be reported as received before
+    all of its layers are there.
     """
 
     load_id: int
@@ -33,13 +48,17 @@ class LoadOp:
     generations: Sequence[int]
     lengths: Sequence[int]
     keys: Sequence[bytes]
+    deadline: float = 0.0
+    overlap: bool = False
 
 
 @frozen
 class StoreOp:
     """Chunks of one request that are complete once this step has run.
 
-    ``blocks`` holds ``chunk_tokens / block_size`` ids for each chunk, one chunk after the other.
+    ``blocks`` holds ``chunk_tokens / block_size`` ids for each chunk, one chunk after the other. ``asynchronous``: the
+    copy may run between steps and is answered with one :class:`StoreResult`, whatever becomes of it; until then the
+    blocks stay what they are, unless the request is named in ``preempted`` before. Others are done when their step is.
     """
 
     request_id: str
@@ -47,15 +66,26 @@ class StoreOp:
     keys: Sequence[bytes]
     parents: Sequence[bytes]
     blocks: Sequence[int]
+    store_id: int = 0
+    asynchronous: bool = False
 
 
 @define
 class MaruConnectorMetadata(KVConnectorMetadata):
-    """One step's work. ``weights_epoch`` is the one that the scheduler's session has seen."""
+    """One step's work. ``weights_epoch`` is the one that the scheduler's session has seen; stores run under it.
+
+    ``held``: finished requests whose blocks vLLM keeps until the worker has reported each of them, once, as sent: when
+    none of its stores is queued or running. ``preempted``: requests that lose their blocks in this step; before
+    ``handle_preemptions`` returns, their queued stores are cancelled and those that run have read their last byte.
+    ``cancelled_loads``: loads that nobody waits for any more; they stop soon and are still answered.
+    """
 
     weights_epoch: int = 0
     loads: Sequence[LoadOp] = ()
     stores: Sequence[StoreOp] = ()
+    held: Sequence[str] = ()
+    preempted: Sequence[str] = ()
+    cancelled_loads: Sequence[int] = ()
 
 
 @frozen
@@ -66,22 +96,52 @@ class LoadResult:
     good: int
 
 
+@frozen
+class StoreResult:
+    """``kept`` objects of an asynchronous store are in the pool now; ``reason`` says why others are not, if any are."""
+
+    store_id: int
+    kept: int
+    reason: str = ""
+
+
 @define
 class MaruWorkerMetadata(KVConnectorWorkerMetadata):
-    """A worker's answers: loads that ended, and per request the first chunk that it was told to store and did not."""
+    """What a worker has done since it was last asked.
+
+    Loads that ended; per request the first chunk that it was told to store in a step and did not; asynchronous stores
+    that ended. ``load_bytes`` were moved by loads within ``load_seconds`` of work, which measures the link. ``dropped``
+    counts objects that were not stored, by reason.
+    """
 
     loads: list[LoadResult] = field(factory=list)
     unsaved: dict[str, int] = field(factory=dict)
+    stored: list[StoreResult] = field(factory=list)
+    load_bytes: int = 0
+    load_seconds: float = 0.0
+    dropped: dict[str, int] = field(factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Answers of several ranks: a load is as good as its worst rank, a chunk is unsaved if any rank says so."""
+        """Answers of several ranks: loads and stores are as good as their worst rank, and as slow as the slowest."""
         assert isinstance(other, MaruWorkerMetadata)
         loads = {result.load_id: result for result in self.loads}
         for result in other.loads:
             mine = loads.get(result.load_id)
             if mine is None or result.good < mine.good:
                 loads[result.load_id] = result
-        return MaruWorkerMetadata(list(loads.values()), least(self.unsaved, other.unsaved))
+        stored = {result.store_id: result for result in self.stored}
+        for answer in other.stored:
+            ours = stored.get(answer.store_id)
+            if ours is None or answer.kept < ours.kept:
+                stored[answer.store_id] = answer
+        return MaruWorkerMetadata(
+            list(loads.values()),
+            least(self.unsaved, other.unsaved),
+            list(stored.values()),
+            self.load_bytes + other.load_bytes,
+            max(self.load_seconds, other.load_seconds),
+            total(self.dropped, other.dropped),
+        )
 
 
 @frozen
@@ -96,4 +156,12 @@ def least(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]
     merged = dict(first)
     for key, value in second.items():
         merged[key] = min(value, merged.get(key, value))
+    return merged
+
+
+def total(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
+    """Per key the sum of two mappings."""
+    merged = dict(first)
+    for key, value in second.items():
+        merged[key] = merged.get(key, 0) + value
     return merged
