@@ -45,7 +45,11 @@ class PagedLayout:
 
 @frozen
 class ObjectLayout:
-    """A chunkwise object: bytes of ``[planes, layers, chunk_tokens, hidden]``, token-major, C order."""
+    """An object's bytes: ``[planes, layers, chunk_tokens, hidden]``, token-major, C order.
+
+    Chunkwise objects hold every layer of the engine rank. Layerwise ones hold one, ``num_layers`` is 1, and so many of
+    them as there are layers make a chunk.
+    """
 
     num_planes: int
     num_layers: int
@@ -65,9 +69,11 @@ class ChunkCopy:
 
     Chunk ``c`` covers tokens ``[c*chunk_tokens, (c+1)*chunk_tokens)``; token t is slot ``t % block_size`` of the
     request's block ``block_ids[t // block_size]``. ``buffer`` is the whole object, ``ObjectLayout.nbytes`` bytes.
+    ``layer``: the one true layer that a layerwise object holds; ``None``: the object holds them all.
     """
 
     chunk: int
     first: int
     last: int
     buffer: memoryview
+    layer: int | None = None

@@ -18,7 +18,7 @@ from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
 from maru_transfer.crossing import Crossing
 from maru_transfer.plan import Piece, plan_pieces
-from maru_transfer.tensors import group_layers
+from maru_transfer.tensors import LayerGroup, group_layers, single_layers
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -37,15 +37,14 @@ class DeviceTransfer:
         self._dtype = _INTEGERS[paged.element_size]
         self._asynchronous = self._device.type == "cuda"
         self._crossing = Crossing(self._device)
-        self._groups = []
-        for group in group_layers(layers, paged):
+        groups = group_layers(layers, paged)
+        for group in groups:
             if group.offset % paged.element_size or group.stride % paged.element_size:
                 raise TransferError(
                     f"layer {group.first} starts at byte {group.offset}, not a multiple of {paged.element_size}"
                 )
-            count = group.storage.nbytes() // paged.element_size
-            flat = torch.empty(0, dtype=self._dtype, device=self._device).set_(group.storage, 0, (count,), (1,))
-            self._groups.append((group, flat))
+        self._groups = [(group, self._flat(group)) for group in groups]
+        self._single = [(group, self._flat(group)) for group in single_layers(groups)]
         self._staging: torch.Tensor | None = None
 
     def use_pinned(self, pinned: PinnedMemory) -> None:
@@ -83,8 +82,13 @@ class DeviceTransfer:
     def close(self) -> None:
         """Give the staging object back and let go of the tensors."""
         self._staging = None
-        self._groups = []
+        self._groups = self._single = []
         self._crossing.close()
+
+    def _flat(self, group: LayerGroup) -> torch.Tensor:
+        """A group's whole storage, element by element."""
+        count = group.storage.nbytes() // self._paged.element_size
+        return torch.empty(0, dtype=self._dtype, device=self._device).set_(group.storage, 0, (count,), (1,))
 
     def _stage(self) -> torch.Tensor:
         if not self._groups:
@@ -100,7 +104,7 @@ class DeviceTransfer:
     def _pairs(self, staging: torch.Tensor, piece: Piece) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Views of (pages, staged object), ``[layers, tokens, heads, head_size]``, that together cover the piece."""
         for number, plane in enumerate(self._paged.planes):
-            for group, flat in self._groups:
+            for group, flat in self._groups if piece.layer is None else (self._single[piece.layer],):
                 first = plane.offset + piece.block * plane.block + piece.slot * plane.token
                 pages = flat.as_strided(
                     (group.count, piece.count, self._paged.num_heads, self._paged.head_size),

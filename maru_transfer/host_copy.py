@@ -20,7 +20,7 @@ import torch
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout, PlaneStrides
 from maru_transfer.plan import Piece, plan_pieces
-from maru_transfer.tensors import LayerGroup, group_layers
+from maru_transfer.tensors import LayerGroup, group_layers, single_layers
 
 Array = np.ndarray[Any, Any]
 
@@ -39,7 +39,9 @@ class HostTransfer:
     ) -> None:
         self._paged = paged
         self._stored = stored
-        self._groups = [(group, _bytes_of(group.storage)) for group in group_layers(layers, paged)]
+        groups = group_layers(layers, paged)
+        self._groups = _with_memory(groups)
+        self._single = _with_memory(single_layers(groups))
         self._boxes = [_Box(paged, stored, plane) for plane in range(len(paged.planes))]
         self._threads = threads
         self._pool: ThreadPoolExecutor | None = None
@@ -62,7 +64,7 @@ class HostTransfer:
         if self._pool:
             self._pool.shutdown()
             self._pool = None
-        self._groups = []
+        self._groups = self._single = []
 
     def _run(self, move: Callable[[Array, Array], None], pieces: Sequence[Piece], copies: Sequence[ChunkCopy]) -> None:
         if not self._groups:
@@ -103,7 +105,7 @@ class HostTransfer:
         """Pairs of (pages, object), views of equal shape and type; together they cover the pieces once."""
         for piece in pieces:
             for box in self._boxes:
-                for group, memory in self._groups:
+                for group, memory in self._groups if piece.layer is None else (self._single[piece.layer],):
                     yield box.pages(memory, group, piece), box.object(copies[piece.copy].buffer, group, piece)
 
 
@@ -169,6 +171,10 @@ def process_cores() -> set[int]:
 def _roam(cores: set[int]) -> None:
     with suppress(OSError):  # the cores were taken from this process; then the thread stays where it was started
         os.sched_setaffinity(0, cores)
+
+
+def _with_memory(groups: Sequence[LayerGroup]) -> list[tuple[LayerGroup, Array]]:
+    return [(group, _bytes_of(group.storage)) for group in groups]
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Array:

@@ -220,6 +220,8 @@ class KernelEngine:
             return f"elements of {paged.element_size} bytes; the kernels move 1, 2, 4 or 8"
         if len(paged.planes) > _MOST_PLANES:
             return f"{len(paged.planes)} planes; the kernels move 1 or 2"
+        if stored.num_layers != paged.num_layers:
+            return f"layerwise objects; this engine moves objects that hold all {paged.num_layers} layers"
         return mismatch(paged, stored)
 
     def open(self, layers: Sequence[Any], paged: PagedLayout, stored: ObjectLayout) -> Transfer:

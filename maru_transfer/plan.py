@@ -21,6 +21,7 @@ class Piece:
 
     They start at ``slot`` of manager block ``block`` and at token ``token`` of the chunk of ``copies[copy]``. A piece
     reaches past the end of its block only where the next block of the request follows it in memory without a gap.
+    ``layer``: the copy's, the only one that moves; ``None``: all of them do.
     """
 
     copy: int
@@ -28,6 +29,7 @@ class Piece:
     slot: int
     token: int
     count: int
+    layer: int | None = None
 
 
 @frozen
@@ -59,12 +61,12 @@ class _Axis:
 
 
 def mismatch(paged: PagedLayout, stored: ObjectLayout) -> str | None:
-    """Why objects of layout ``stored`` cannot hold what ``paged`` holds; ``None`` when they can."""
+    """Why objects of layout ``stored``, of either format, cannot hold what ``paged`` does; ``None`` when they can."""
     if not paged.planes:
         return "the paged layout has no planes"
     pairs = (
         ("planes", len(paged.planes), stored.num_planes),
-        ("layers", paged.num_layers, stored.num_layers),
+        ("layers", paged.num_layers, paged.num_layers if stored.num_layers == 1 else stored.num_layers),
         ("elements per token", paged.hidden, stored.hidden),
         ("bytes per element", paged.element_size, stored.element_size),
     )
@@ -100,8 +102,9 @@ def plan_pieces(
 ) -> list[Piece]:
     """Split copies into pieces, in order of copies and tokens.
 
-    Raises TransferError, naming the culprit, when layouts disagree, tokens lie outside of the copy's chunk, the block
-    table is too short, names a block that does not exist or one block for two places, or a buffer has another size.
+    Raises TransferError, naming the culprit, when layouts disagree, tokens lie outside of the copy's chunk, its layer
+    is none that an object can hold, the block table is too short, names a block that does not exist or one block for
+    two places, or a buffer has another size.
     """
     problem = mismatch(paged, stored)
     if problem:
@@ -111,7 +114,7 @@ def plan_pieces(
     places: dict[int, int] = {}
     pieces: list[Piece] = []
     for number, copy in enumerate(copies):
-        _check_copy(number, copy, stored)
+        _check_copy(number, copy, paged, stored)
         start = copy.chunk * stored.chunk_tokens
         position = copy.first
         previous: Piece | None = None
@@ -125,10 +128,11 @@ def plan_pieces(
                 )
             count = min(size - slot, copy.last - position)
             if previous and gapless and previous.block * size + previous.slot + previous.count == block * size + slot:
-                previous = Piece(number, previous.block, previous.slot, previous.token, previous.count + count)
+                whole = previous.count + count
+                previous = Piece(number, previous.block, previous.slot, previous.token, whole, copy.layer)
                 pieces[-1] = previous
             else:
-                previous = Piece(number, block, slot, position - start, count)
+                previous = Piece(number, block, slot, position - start, count, copy.layer)
                 pieces.append(previous)
             position += count
     return pieces
@@ -142,6 +146,7 @@ def plan_runs(paged: PagedLayout, stored: ObjectLayout, pieces: Iterable[Piece])
     size = stored.element_size
     layer_bytes = stored.chunk_tokens * stored.hidden * size
     for piece in pieces:
+        layers = range(paged.num_layers) if piece.layer is None else range(piece.layer, piece.layer + 1)
         for plane, strides in enumerate(paged.planes):
             axes = [
                 _Axis(piece.count, strides.token * size, stored.hidden * size),
@@ -151,8 +156,8 @@ def plan_runs(paged: PagedLayout, stored: ObjectLayout, pieces: Iterable[Piece])
             row_bytes, loops = _coalesce(axes, size)
             rows = loops.pop() if loops else _Axis(1, row_bytes, row_bytes)
             device = (strides.offset + piece.block * strides.block + piece.slot * strides.token) * size
-            for layer in range(paged.num_layers):
-                host = (plane * stored.num_layers + layer) * layer_bytes + piece.token * stored.hidden * size
+            for row, layer in enumerate(layers):
+                host = (plane * stored.num_layers + row) * layer_bytes + piece.token * stored.hidden * size
                 for device_step, host_step in _steps(loops):
                     yield Run(
                         piece.copy,
@@ -167,7 +172,7 @@ def plan_runs(paged: PagedLayout, stored: ObjectLayout, pieces: Iterable[Piece])
                     )
 
 
-def _check_copy(number: int, copy: ChunkCopy, stored: ObjectLayout) -> None:
+def _check_copy(number: int, copy: ChunkCopy, paged: PagedLayout, stored: ObjectLayout) -> None:
     low, high = copy.chunk * stored.chunk_tokens, (copy.chunk + 1) * stored.chunk_tokens
     if not 0 <= low <= copy.first <= copy.last <= high:
         raise TransferError(
@@ -181,6 +186,19 @@ def _check_copy(number: int, copy: ChunkCopy, stored: ObjectLayout) -> None:
         raise TransferError(
             f"copy {number} (chunk {copy.chunk}) has a buffer of {nbytes} bytes,"
             f" an object is {stored.nbytes} contiguous bytes"
+        )
+    if copy.layer is None:
+        if stored.num_layers != paged.num_layers:
+            raise TransferError(
+                f"copy {number} (chunk {copy.chunk}) names no layer, but an object holds one of {paged.num_layers}"
+            )
+    elif stored.num_layers != 1:
+        raise TransferError(
+            f"copy {number} (chunk {copy.chunk}) names layer {copy.layer}, but an object holds all {stored.num_layers}"
+        )
+    elif not 0 <= copy.layer < paged.num_layers:
+        raise TransferError(
+            f"copy {number} (chunk {copy.chunk}) names layer {copy.layer}, but there are {paged.num_layers}"
         )
 
 

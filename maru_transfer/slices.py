@@ -129,6 +129,8 @@ class Slicer:
         nbytes = self.stored.nbytes
         if not all(copy.buffer.nbytes == nbytes and copy.buffer.c_contiguous for copy in copies):
             return False
+        if any(copy.layer is not None and (copy.layer or self.paged.num_layers > 1) for copy in copies):
+            return False
         chunks, firsts, lasts = ranges.T
         low = chunks * self.stored.chunk_tokens
         if ((chunks < 0) | (firsts < low) | (lasts < firsts) | (lasts > low + self.stored.chunk_tokens)).any():

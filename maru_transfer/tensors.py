@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from attrs import frozen
@@ -14,7 +14,10 @@ from maru_transfer.plan import extent
 
 @frozen(eq=False)
 class LayerGroup:
-    """Layers ``first .. first+count-1`` of one storage, one every ``stride`` bytes, the first at byte ``offset``."""
+    """Layers that are ``first .. first+count-1`` in an object, all in one storage.
+
+    One lies every ``stride`` bytes, the first at byte ``offset``.
+    """
 
     storage: torch.UntypedStorage
     first: int
@@ -52,3 +55,12 @@ def group_layers(layers: Sequence[torch.Tensor], paged: PagedLayout) -> list[Lay
                 continue
         groups.append(LayerGroup(storage, index, 1, offset, 0))
     return groups
+
+
+def single_layers(groups: Iterable[LayerGroup]) -> list[LayerGroup]:
+    """The same layers, each as a group of its own, as layerwise objects hold them: ``first`` is 0."""
+    return [
+        LayerGroup(group.storage, 0, 1, group.offset + index * group.stride, 0)
+        for group in groups
+        for index in range(group.count)
+    ]

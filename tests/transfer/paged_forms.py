@@ -136,9 +136,9 @@ class Engine:
         s = self.size
         return PagedLayout(self.form.planes(s), s.L, s.NB, s.BS, s.NH, s.HS, s.element)
 
-    def stored(self, chunk_tokens: int) -> ObjectLayout:
+    def stored(self, chunk_tokens: int, *, layerwise: bool = False) -> ObjectLayout:
         s = self.size
-        return ObjectLayout(len(self.form.planes(s)), s.L, chunk_tokens, s.NH * s.HS, s.element)
+        return ObjectLayout(len(self.form.planes(s)), 1 if layerwise else s.L, chunk_tokens, s.NH * s.HS, s.element)
 
     def layer_bytes(self, layer: int) -> int:
         """Where a layer's first element lies, in bytes."""
@@ -147,30 +147,36 @@ class Engine:
     def element(self, layer: int, plane: int, block: int, token: int, head: int, dim: int) -> tuple[int, ...]:
         return self.form.at(self.size, layer, plane, block, token, head, dim)
 
-    def naive_object(self, block_ids: list[int], chunk: int, first: int, last: int, chunk_tokens: int) -> Any:
-        """What the object of a chunk must hold; tokens outside of [first, last) keep the fill value 0xAB."""
+    def naive_object(
+        self, block_ids: list[int], chunk: int, first: int, last: int, chunk_tokens: int, layer: int | None = None
+    ) -> Any:
+        """What the object of a chunk, or of one layer of it, must hold; tokens outside of [first, last) keep 0xAB."""
         s = self.size
         planes = len(self.form.planes(s))
-        out = np.full((planes, s.L, chunk_tokens, s.NH, s.HS), 0xAB, dtype_of(s.element))
+        layers = range(s.L) if layer is None else [layer]
+        out = np.full((planes, len(layers), chunk_tokens, s.NH, s.HS), 0xAB, dtype_of(s.element))
         for token in range(first, last):
             block, slot = block_ids[token // s.BS], token % s.BS
             for plane in range(planes):
-                for layer in range(s.L):
+                for row, number in enumerate(layers):
                     for head in range(s.NH):
                         for dim in range(s.HS):
-                            value = self.memory[self.element(layer, plane, block, slot, head, dim)]
-                            out[plane, layer, token - chunk * chunk_tokens, head, dim] = value
+                            value = self.memory[self.element(number, plane, block, slot, head, dim)]
+                            out[plane, row, token - chunk * chunk_tokens, head, dim] = value
         return out
 
-    def naive_write(self, block_ids: list[int], chunk: int, first: int, last: int, stored: Any) -> None:
+    def naive_write(
+        self, block_ids: list[int], chunk: int, first: int, last: int, stored: Any, layer: int | None = None
+    ) -> None:
         """The inverse: put tokens [first, last) of an object's array into the pages."""
         s = self.size
+        layers = range(s.L) if layer is None else [layer]
         chunk_tokens = stored.shape[2]
         for token in range(first, last):
             block, slot = block_ids[token // s.BS], token % s.BS
             for plane in range(stored.shape[0]):
-                for layer in range(s.L):
+                for row, number in enumerate(layers):
                     for head in range(s.NH):
                         for dim in range(s.HS):
-                            value = stored[plane, layer, token - chunk * chunk_tokens, head, dim]
-                            self.memory[self.element(layer, plane, block, slot, head, dim)] = value
+                            value = stored[plane, row, token - chunk * chunk_tokens, head, dim]
+                            self.memory[self.element(number, plane, block, slot, head, dim)] = value

@@ -397,6 +397,8 @@ class TestEngine:
         assert KernelEngine().unsupported(engine.paged, stored, "cuda") is None
         assert "cpu" in (KernelEngine().unsupported(engine.paged, stored, "cpu") or "")
         assert "planes" in (KernelEngine().unsupported(engine.paged, evolve(stored, num_planes=1), "cuda") or "")
+        by_layer = engine.stored(8, layerwise=True)
+        assert "layerwise" in (KernelEngine().unsupported(engine.paged, by_layer, "cuda") or "")
         odd = evolve(engine.paged, element_size=3), evolve(stored, element_size=3)
         assert "3 bytes" in (KernelEngine().unsupported(*odd, "cuda") or "")
 

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 from attrs import evolve
-from cases import Case, cases
+from cases import Case, any_cases
 from hypothesis import given, settings
 from paged_forms import FORMS, Engine, Size
 
@@ -19,14 +19,14 @@ from maru_transfer.plan import Run, extent, mismatch, plan_pieces, plan_runs
 SIZE = Size(L=2, NB=5, BS=4, NH=3, HS=2)
 
 
-def copies_of(case: Case, name: str) -> list[ChunkCopy]:
-    nbytes = case.engine(name, None).stored(case.chunk_tokens).nbytes
-    return [ChunkCopy(chunk, first, last, memoryview(bytearray(nbytes))) for chunk, first, last in case.parts]
-
-
-def runs_of(engine: Engine, chunk_tokens: int, block_ids, copies) -> list[Run]:
-    stored = engine.stored(chunk_tokens)
+def runs_of(engine: Engine, stored: ObjectLayout, block_ids, copies) -> list[Run]:
     return list(plan_runs(engine.paged, stored, plan_pieces(engine.paged, stored, block_ids, copies)))
+
+
+def runs_for(case: Case, engine: Engine) -> list[Run]:
+    stored = case.stored(engine)
+    copies = case.copies(memoryview(bytearray(stored.nbytes)) for _ in case.parts)
+    return runs_of(engine, stored, case.block_ids, copies)
 
 
 def replay(engine: Engine, runs: list[Run], objects: list[np.ndarray], *, store: bool) -> None:
@@ -52,11 +52,11 @@ def replay(engine: Engine, runs: list[Run], objects: list[np.ndarray], *, store:
 
 @pytest.mark.parametrize("name", FORMS)
 @settings(max_examples=40, deadline=None)
-@given(case=cases())
+@given(case=any_cases())
 def test_replaying_a_plan_stores_what_the_naive_reader_reads(case: Case, name: str):
     engine = case.engine(name, 7)
-    runs = runs_of(engine, case.chunk_tokens, case.block_ids, copies_of(case, name))
-    expected = [engine.naive_object(case.block_ids, *part, case.chunk_tokens) for part in case.parts]
+    runs = runs_for(case, engine)
+    expected = case.objects(engine)
     objects = [np.full_like(array, 0xAB) for array in expected]
     replay(engine, runs, objects, store=True)
     for got, wanted in zip(objects, expected, strict=True):
@@ -65,25 +65,23 @@ def test_replaying_a_plan_stores_what_the_naive_reader_reads(case: Case, name: s
 
 @pytest.mark.parametrize("name", FORMS)
 @settings(max_examples=40, deadline=None)
-@given(case=cases())
+@given(case=any_cases())
 def test_replaying_a_plan_loads_exactly_the_slots_that_were_asked_for(case: Case, name: str):
-    source = case.engine(name, 7)
-    objects = [source.naive_object(case.block_ids, *part, case.chunk_tokens) for part in case.parts]
+    objects = case.objects(case.engine(name, 7))
     target, expected = case.engine(name, None), case.engine(name, None)
-    for part, array in zip(case.parts, objects, strict=True):
-        expected.naive_write(case.block_ids, *part, array)
-    replay(target, runs_of(target, case.chunk_tokens, case.block_ids, copies_of(case, name)), objects, store=False)
+    case.write(expected, objects)
+    replay(target, runs_for(case, target), objects, store=False)
     np.testing.assert_array_equal(target.memory, expected.memory)
 
 
 @pytest.mark.parametrize("name", FORMS)
 @settings(max_examples=40, deadline=None)
-@given(case=cases())
+@given(case=any_cases())
 def test_no_run_reaches_past_the_extent_of_a_layer(case: Case, name: str):
     engine = case.engine(name, None)
     end = extent(engine.paged) * case.size.element
     assert engine.layer_bytes(case.size.L - 1) + end == engine.memory.nbytes
-    for run in runs_of(engine, case.chunk_tokens, case.block_ids, copies_of(case, name)):
+    for run in runs_for(case, engine):
         assert run.device >= 0
         assert run.device + (run.rows - 1) * run.device_pitch + run.row_bytes <= end
 
@@ -102,7 +100,7 @@ def test_no_run_reaches_past_the_extent_of_a_layer(case: Case, name: str):
 def test_runs_are_as_few_as_the_layout_allows(name, per_plane_and_layer, rows, row_bytes):
     engine = Engine.make(name, SIZE, None)
     buffer = memoryview(bytearray(engine.stored(8).nbytes))
-    runs = runs_of(engine, 8, [2, 3], [ChunkCopy(0, 0, 8, buffer)])
+    runs = runs_of(engine, engine.stored(8), [2, 3], [ChunkCopy(0, 0, 8, buffer)])
     assert len(runs) == per_plane_and_layer * len(engine.paged.planes) * SIZE.L
     assert {(run.rows, run.row_bytes) for run in runs} == {(rows, row_bytes)}
 
@@ -176,6 +174,42 @@ def test_parts_of_one_chunk_may_come_as_two_copies():
     ]
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_the_layers_of_a_chunk_hold_together_what_a_whole_object_does(name):
+    """Layer by layer in a shuffled order: bytes go by the layer that is named, never by the place of a copy."""
+    engine = Engine.make(name, SIZE, 7)
+    case = Case(SIZE, 8, [2, 3, 1, 4], [(1, 8, 16), (0, 0, 8), (1, 8, 16), (0, 0, 8)], [0, 1, 1, 0])
+    pieces = [np.zeros_like(array) for array in case.objects(engine)]
+    replay(engine, runs_for(case, engine), pieces, store=True)
+    for chunk, places in ((0, (3, 1)), (1, (0, 2))):
+        whole = engine.naive_object([2, 3, 1, 4], chunk, chunk * 8, chunk * 8 + 8, 8)
+        np.testing.assert_array_equal(np.concatenate([pieces[place] for place in places], 1), whole)
+
+
+@pytest.mark.parametrize(
+    ("layerwise", "layer", "culprit"),
+    [
+        (True, None, r"copy 0 \(chunk 0\) names no layer, but an object holds one of 2"),
+        (True, 2, "names layer 2, but there are 2"),
+        (True, -1, "names layer -1, but there are 2"),
+        (False, 0, "names layer 0, but an object holds all 2"),
+    ],
+)
+def test_a_copy_names_the_layer_that_its_object_holds_and_no_other(layerwise, layer, culprit):
+    engine = Engine.make("packed per head", SIZE, None)
+    stored = engine.stored(8, layerwise=layerwise)
+    with pytest.raises(TransferError, match=culprit):
+        plan_pieces(engine.paged, stored, [1, 2], [ChunkCopy(0, 0, 8, memoryview(bytearray(stored.nbytes)), layer)])
+
+
+@pytest.mark.parametrize("layer", [None, 0])
+def test_a_model_of_one_layer_is_the_same_in_both_formats(layer):
+    engine = Engine.make("packed per head", evolve(SIZE, L=1), None)
+    stored = engine.stored(8)
+    copies = [ChunkCopy(0, 0, 8, memoryview(bytearray(stored.nbytes)), layer)]
+    assert {run.layer for run in runs_of(engine, stored, [1, 2], copies)} == {0}
+
+
 def test_an_empty_part_needs_no_blocks():
     assert plan_one([], first=4, last=4) == []
 
@@ -184,7 +218,8 @@ def test_an_empty_part_needs_no_blocks():
     ("change", "shown"),
     [
         ({"num_planes": 1}, "planes"),
-        ({"num_layers": 3}, "layers"),
+        ({"num_layers": 3}, "2 layers, the stored objects have 3"),
+        ({"num_layers": 0}, "2 layers, the stored objects have 0"),
         ({"hidden": 7}, "elements per token"),
         ({"element_size": 4}, "bytes per element"),
         ({"chunk_tokens": 0}, "not positive"),
@@ -205,6 +240,7 @@ def test_every_form_matches_its_objects():
     for name in FORMS:
         engine = Engine.make(name, SIZE, None)
         assert mismatch(engine.paged, engine.stored(8)) is None
+        assert mismatch(engine.paged, engine.stored(8, layerwise=True)) is None
 
 
 def test_planning_imports_no_torch():

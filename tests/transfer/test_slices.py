@@ -178,6 +178,7 @@ def test_what_is_refused_is_what_the_plan_refuses(case: Case, data):
     engine = Engine.make("packed per head", size, None)
     stored = engine.stored(case.chunk_tokens)
     table, parts = list(case.block_ids), list(case.parts)
+    layer = data.draw(st.sampled_from([None, None, None, 0, 1]))
     if data.draw(st.booleans()):
         index = data.draw(st.sampled_from(range(len(table))))
         table[index] = data.draw(st.integers(-2, size.NB + 1))
@@ -186,7 +187,7 @@ def test_what_is_refused_is_what_the_plan_refuses(case: Case, data):
         part = list(parts[index])
         part[data.draw(st.integers(0, 2))] += data.draw(st.integers(-3, 3))
         parts[index] = tuple(part)
-    copies = [ChunkCopy(*part, memoryview(bytearray(stored.nbytes))) for part in parts]
+    copies = [ChunkCopy(*part, memoryview(bytearray(stored.nbytes)), layer) for part in parts]
     refusals = []
     for attempt in (
         lambda: plan_pieces(engine.paged, stored, table, copies),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
-from cases import Case, cases
+from cases import Case, any_cases
 from hypothesis import given, settings
 from paged_forms import FORMS, Engine, Size
 from test_crossing import Patches
@@ -82,38 +82,30 @@ def buffers_for(arrays: list[Any], fill: int = 0xAB) -> list[memoryview]:
 
 def check_store(open_: Open, name: str, case: Case) -> None:
     engine = case.engine(name, 3)
-    stored = engine.stored(case.chunk_tokens)
-    expected = [engine.naive_object(case.block_ids, *part, case.chunk_tokens) for part in case.parts]
+    expected = case.objects(engine)
     buffers = buffers_for([np.full_like(array, 0xAB) for array in expected])
     before = engine.memory.copy()
-    with closing(open_(layers_of(engine), engine.paged, stored)) as transfer:
-        transfer.store(
-            case.block_ids, [ChunkCopy(*part, buffer) for part, buffer in zip(case.parts, buffers, strict=True)]
-        )
+    with closing(open_(layers_of(engine), engine.paged, case.stored(engine))) as transfer:
+        transfer.store(case.block_ids, case.copies(buffers))
     for buffer, array in zip(buffers, expected, strict=True):
         assert bytes(buffer) == array.tobytes()
     np.testing.assert_array_equal(engine.memory, before)
 
 
 def check_load(open_: Open, name: str, case: Case) -> None:
-    source = case.engine(name, 3)
-    stored = source.stored(case.chunk_tokens)
-    arrays = [source.naive_object(case.block_ids, *part, case.chunk_tokens) for part in case.parts]
+    arrays = case.objects(case.engine(name, 3))
     buffers = [buffer.toreadonly() for buffer in buffers_for(arrays)]
     target, expected = case.engine(name, None), case.engine(name, None)
-    for part, array in zip(case.parts, arrays, strict=True):
-        expected.naive_write(case.block_ids, *part, array)
-    with closing(open_(layers_of(target), target.paged, stored)) as transfer:
-        transfer.load(
-            case.block_ids, [ChunkCopy(*part, buffer) for part, buffer in zip(case.parts, buffers, strict=True)]
-        )
+    case.write(expected, arrays)
+    with closing(open_(layers_of(target), target.paged, case.stored(target))) as transfer:
+        transfer.load(case.block_ids, case.copies(buffers))
     np.testing.assert_array_equal(target.memory, expected.memory)
 
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("how", [one_thread, three_threads, DeviceTransfer, over_patches], ids=lambda how: how.__name__)
 @settings(max_examples=15, deadline=None)
-@given(case=cases())
+@given(case=any_cases())
 def test_stored_objects_hold_what_the_naive_reader_reads(how: Open, name: str, case: Case):
     check_store(how, name, case)
 
@@ -121,16 +113,19 @@ def test_stored_objects_hold_what_the_naive_reader_reads(how: Open, name: str, c
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("how", [one_thread, three_threads, DeviceTransfer, over_patches], ids=lambda how: how.__name__)
 @settings(max_examples=15, deadline=None)
-@given(case=cases())
+@given(case=any_cases())
 def test_loading_writes_exactly_the_slots_that_were_asked_for(how: Open, name: str, case: Case):
     check_load(how, name, case)
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_many_threads_share_one_transfer_without_a_gap(open_, name):
-    case = Case(SIZE, 8, [6, 2, 3, 5, 1, 4], [(0, 0, 8), (1, 8, 16), (2, 17, 23)])
-    check_store(open_, name, case)
-    check_load(open_, name, case)
+    parts = [(0, 0, 8), (1, 8, 16), (2, 17, 23)]
+    whole = Case(SIZE, 8, [6, 2, 3, 5, 1, 4], parts)
+    by_layer = evolve(whole, parts=parts * 3, layers=[1, 0, 2, 0, 2, 1, 2, 1, 0])
+    for case in (whole, by_layer):
+        check_store(open_, name, case)
+        check_load(open_, name, case)
 
 
 @pytest.mark.parametrize("name", sorted(FORMS.keys() - {"MLA"}))
@@ -187,6 +182,13 @@ def test_layers_may_lie_in_any_storages(open_, place):
         transfer.load([2, 6], [ChunkCopy(0, 0, 8, buffer)])
         transfer.store([2, 6], [ChunkCopy(0, 0, 8, again := memoryview(bytearray(stored.nbytes)))])
     assert again == buffer
+    one = engine.stored(8, layerwise=True)
+    parts = [memoryview(bytearray(one.nbytes)) for _ in layers]
+    with closing(open_(layers, engine.paged, one)) as transfer:
+        transfer.store([2, 6], [ChunkCopy(0, 0, 8, part, layer) for layer, part in enumerate(parts)])
+    whole = np.frombuffer(buffer, np.uint8).reshape(2, 3, -1)
+    for layer, part in enumerate(parts):
+        assert bytes(part) == whole[:, layer].tobytes()
 
 
 def test_layers_are_taken_in_the_order_given_whatever_their_address(open_):
