@@ -171,6 +171,7 @@ BOOLEAN: Final = Kind("true or false", _boolean)
 LABEL: Final = Kind("printable text of at most 256 bytes", _label)
 NAME: Final = Kind("a plugin's name: letters, digits, '.', '_' and '-'", _name)
 NAMES: Final = Kind("names of storage backends, each once: a list, or text with commas", _names)
+ENGINES: Final = Kind("names of transfer engines, each once: a list, or text with commas", _names)
 PATH: Final = Kind("an absolute path", _path)
 PATHS: Final = Kind("absolute paths with commas between them, each once", _paths)
 VISIBILITY: Final = Kind("auto, host or hosts", _visibility)
@@ -292,7 +293,13 @@ class MaruConfig:
         "itself. Only engines with a GPU do; where it cannot be done they go on without, slower.",
     )
     transfer_engine: str = _setting(
-        "auto", NAME, "How bytes move between pages and pools. `auto`: the best that supports the layout."
+        "auto",
+        NAME,
+        "How bytes move between pages and pools, by engine. `auto`: the best that supports the layout and can be used "
+        "here; the log says which, and why not the others.",
+    )
+    transfer_exclude: tuple[str, ...] = _setting(
+        (), ENGINES, "Engines that `auto` does not take, to compare with and without one. Not set: it may take any."
     )
     use_layerwise: bool = _setting(False, BOOLEAN, "Store one object per chunk and layer instead of one per chunk.")
     async_load: bool = _setting(False, BOOLEAN, "Park a request that hits and load between steps.")
@@ -343,6 +350,11 @@ class MaruConfig:
                 raise _ill_typed(attribute, value, None)
         if self.server_url != "auto" and self.keys is None and not Address.parse(self.server_url).is_local:
             raise ConfigError(needs_keys(self.server_url))
+        if self.transfer_engine in self.transfer_exclude:
+            raise ConfigError(
+                f"maru_transfer_engine asks for {self.transfer_engine!r}, which maru_transfer_exclude excludes; "
+                "unset one of them"
+            )
 
     @classmethod
     def from_mapping(

@@ -242,7 +242,10 @@ class TransferEngine(Protocol):
         """Why not, and the remedy; ``None`` when available."""
 
     def unsupported(self, paged: PagedLayout, stored: ObjectLayout, device: str) -> str | None:
-        """Why this engine cannot move this layout on this device type (``cpu``, ``cuda``); ``None`` when it can."""
+        """Why this engine cannot move this layout on this device type (``cpu``, ``cuda``); ``None`` when it can.
+
+        Asked of engines that are not available, too: the answer is the same.
+        """
 
     def open(self, layers: Sequence[Any], paged: PagedLayout, stored: ObjectLayout) -> Transfer:
         """Bind to the engine's KV tensors, one per layer in true layer order; raises TransferError."""

@@ -53,10 +53,12 @@ class MaruHandler(KeyCalls):
         host: PluginHost,
         verify: Verify,
         registrar: PoolRegistrar | None = None,
+        transfer_engine: str = "",
     ) -> None:
         """Use :meth:`connect`."""
         super().__init__(link, verify)
         self._registrar = registrar
+        self._transfer_engine = transfer_engine
         self._upkeep = upkeep
         self._namespace = namespace
         self._host = host
@@ -79,13 +81,15 @@ class MaruHandler(KeyCalls):
         pool_granule: int | None = None,
         dma: bool = False,
         registrar: PoolRegistrar | None = None,
+        transfer_engine: str = "",
     ) -> MaruHandler:
         """Connect and wait up to ``maru_connect_timeout`` for the first session.
 
         ``role`` (``scheduler``: maps no memory until it is used) and ``name`` are for logs and hints. ``pool_granule``
         is the allocation granule of a server that ``auto`` starts, unless ``maru_chunk_size`` is set. ``dma``: whether
         devices may move bytes of the pools by themselves, and so for a moment after this process died. ``registrar``
-        is told of every pool that is mapped and unmapped; its figures are in :meth:`stats`.
+        is told of every pool that is mapped and unmapped; its figures are in :meth:`stats`, and so is the name of the
+        ``transfer_engine`` that the caller uses, if it has one.
 
         An absent server leaves the handler down, and it keeps looking. Raises ConfigError (address, keys or runtime
         folder cannot be used), VersionMismatch, BackendError (``auto`` could not start a server), ServerError,
@@ -104,7 +108,7 @@ class MaruHandler(KeyCalls):
         keys = ClientKeys.load(config.keys) if config.keys is not None and url.startswith("tcp:") else None
         link = Link(url, request_timeout=config.request_timeout, keys=keys)
         upkeep = Upkeep(link, opener, ensure, _death_of(url))
-        handler = cls(link, upkeep, namespace, host, config.verify, registrar)
+        handler = cls(link, upkeep, namespace, host, config.verify, registrar, transfer_engine)
         try:
             upkeep.start(config.connect_timeout)
         except BaseException:
@@ -227,6 +231,8 @@ class MaruHandler(KeyCalls):
             "plugins": dict(self._host.hint_stats()),
             "hints": self._host.hint_health(),
         }
+        if self._transfer_engine:
+            client["transfer_engine"] = self._transfer_engine
         if self._registrar is not None:
             client["registration"] = dict(self._registrar.stats())
         return {**self.server_stats(), "client": client}

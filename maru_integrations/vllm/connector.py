@@ -19,6 +19,7 @@ from maru_core import logs
 from maru_core.errors import MaruError
 from maru_integrations.vllm import compat, setup
 from maru_integrations.vllm.answers import Answers
+from maru_integrations.vllm.engines import EngineChooser
 from maru_integrations.vllm.guard import Guard
 from maru_integrations.vllm.metadata import MaruConnectorMetadata, MaruHandshake
 
@@ -180,8 +181,9 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
         except MaruError as error:
             self._refuse(str(error), tell=False)
             return None
+        chooser = EngineChooser()
         worker = MaruWorker(
-            lambda: setup.open_link(plan, paged, layers),
+            lambda: setup.open_link(plan, paged, layers, chooser),
             self._answers,
             block_size=plan.geometry.block_size,
             chunk_tokens=plan.chunk_tokens,

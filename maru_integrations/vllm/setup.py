@@ -12,18 +12,19 @@ from maru_core import logs
 from maru_core.client import MaruHandler
 from maru_core.config import MaruConfig, PluginSettings
 from maru_core.contracts import PoolRegistrar, UsesPinnedMemory
-from maru_core.errors import TransferError
 from maru_core.geometry import ObjectLayout, PagedLayout
 from maru_core.host import PluginHost
 from maru_core.namespace import Namespace
 from maru_integrations.vllm import compat, support
 from maru_integrations.vllm.compat import KVGeometry
 from maru_integrations.vllm.cpu_isa import cpu_attention_isa
+from maru_integrations.vllm.engines import EngineChooser
 from maru_integrations.vllm.identity import namespace_of
 from maru_integrations.vllm.layout import describe_layout
 from maru_integrations.vllm.worker import Link
 from maru_transfer.cuda_driver import CudaDriver
 from maru_transfer.pinning import HeldTransfer, PinnedPools
+from maru_transfer.selection import Pages
 
 #: Largest allocation granule that is derived from the KV geometry, in bytes.
 _MAX_GRANULE = 2 * 1024 * 1024
@@ -100,8 +101,13 @@ def granule_for(object_bytes: int) -> int:
     return granule
 
 
-def connect(plan: Plan, role: str, device: str = "cpu", registrar: PoolRegistrar | None = None) -> MaruHandler:
-    """A session for this process, whose KV is on ``device``. Without a server the handler is down and keeps trying."""
+def connect(
+    plan: Plan, role: str, device: str = "cpu", registrar: PoolRegistrar | None = None, engine: str = ""
+) -> MaruHandler:
+    """A session for this process, whose KV is on ``device`` and moved by the transfer engine ``engine``.
+
+    Without a server the handler is down and keeps trying.
+    """
     host = PluginHost.discover(plan.plugins)
     return MaruHandler.connect(
         plan.config,
@@ -112,6 +118,7 @@ def connect(plan: Plan, role: str, device: str = "cpu", registrar: PoolRegistrar
         pool_granule=plan.granule,
         dma=device != "cpu",
         registrar=registrar,
+        transfer_engine=engine,
     )
 
 
@@ -144,33 +151,19 @@ def describe(plan: Plan, vllm_config: Any, caches: Mapping[str, Any]) -> tuple[P
     )
 
 
-def open_link(plan: Plan, paged: PagedLayout, layers: list[Any]) -> Link:
+def open_link(plan: Plan, paged: PagedLayout, layers: list[Any], chooser: EngineChooser) -> Link:
     """Choose a transfer engine, bind it to the tensors, and connect; raises MaruError."""
     host = PluginHost.discover(plan.plugins)
-    device = layers[0].device.type
-    log = logs.get_logger(__name__)
-    wanted = plan.config.transfer_engine
-    passed: dict[str, str] = {}
-    for provision in sorted(host.engines().values(), key=lambda item: -item.rank):
-        if wanted not in ("auto", provision.name):
-            continue
-        engine = host.engine(provision.name)
-        reason = engine.import_error() if not engine.is_available() else None
-        reason = reason or engine.unsupported(paged, plan.stored, device)
-        if reason is not None:
-            passed[provision.name] = reason
-            continue
-        log.info("maru.transfer_engine", chosen=provision.name, asked=wanted, passed_over=passed)
-        transfer = engine.open(layers, paged, plan.stored)
-        pools = pinned_pools(plan.config, layers[0].device)
-        if pools is not None:
-            if isinstance(transfer, UsesPinnedMemory):
-                transfer.use_pinned(pools)
-            transfer = HeldTransfer(transfer, pools)
-        try:
-            return Link(connect(plan, "worker", device, pools), transfer, plan.stored)
-        except BaseException:
-            transfer.close()
-            raise
-    known = sorted(host.engines())
-    raise TransferError(f"maru_transfer_engine={wanted!r}: none of {known} can serve this engine: {passed}")
+    device = layers[0].device
+    engine = chooser.choose(host, plan.config, Pages(paged, plan.stored, device.type))
+    transfer = engine.open(layers, paged, plan.stored)
+    pools = pinned_pools(plan.config, device)
+    if pools is not None:
+        if isinstance(transfer, UsesPinnedMemory):
+            transfer.use_pinned(pools)
+        transfer = HeldTransfer(transfer, pools)
+    try:
+        return Link(connect(plan, "worker", device.type, pools, engine.name), transfer, plan.stored)
+    except BaseException:
+        transfer.close()
+        raise

@@ -30,7 +30,12 @@ MORE: dict[str, set[str]] = {
 }
 #: Modules that may not import torch although their package may.
 NO_TORCH = (
-    *("maru_transfer/plan.py", "maru_transfer/torch_copy_plugin.py", "maru_transfer/kernel_plugin.py"),
+    *(
+        "maru_transfer/plan.py",
+        "maru_transfer/selection.py",
+        "maru_transfer/torch_copy_plugin.py",
+        "maru_transfer/kernel_plugin.py",
+    ),
     *("maru_transfer/cuda_driver.py", "maru_transfer/pinning.py", "maru_transfer/pinning_findings.py"),
 )
 #: Public names of the core for plugins that live outside of it, and for ours which is written like them.

@@ -30,6 +30,7 @@ from maru_core.errors import ConfigError, MaruError
 from maru_integrations.vllm import compat, setup, support
 from maru_integrations.vllm.compat import KVGeometry
 from maru_integrations.vllm.connector import MaruKVConnector
+from maru_integrations.vllm.engines import EngineChooser
 from maru_integrations.vllm.identity import namespace_of, weights_fingerprint
 from maru_transfer.pinning import HeldTransfer
 
@@ -337,6 +338,9 @@ class Moves:
     def unsupported(self, paged: Any, stored: Any, device: str) -> None:
         assert device == "cuda"
 
+    def import_error(self) -> None:
+        return None
+
     def engines(self) -> dict[str, Any]:
         return {"moves": SimpleNamespace(name="moves", rank=1)}
 
@@ -349,8 +353,8 @@ def test_a_gpu_engine_and_its_session_share_one_registrar(monkeypatch: pytest.Mo
     moves = Moves()
     handlers: list[Any] = []
 
-    def connect(plan: Any, role: str, device: str, registrar: Any = None) -> str:
-        handlers.append((role, device, registrar))
+    def connect(plan: Any, role: str, device: str, registrar: Any = None, engine: str = "") -> str:
+        handlers.append((role, device, registrar, engine))
         if len(handlers) > 1:
             raise MaruError("no server")
         return "handler"
@@ -359,15 +363,17 @@ def test_a_gpu_engine_and_its_session_share_one_registrar(monkeypatch: pytest.Mo
     monkeypatch.setattr(setup, "connect", connect)
     plan: Any = SimpleNamespace(plugins=None, stored="stored", config=MaruConfig(pin_pools=pin))
     layers = [SimpleNamespace(device=torch.device("cuda", 0))]
-    link = setup.open_link(plan, cast(Any, "paged"), layers)
+    chooser = EngineChooser()
+    link = setup.open_link(plan, cast(Any, "paged"), layers, chooser)
     assert link.handler == "handler"  # type: ignore[comparison-overlap]
     registrar = handlers[0][2]
     assert handlers[0][:2] == ("worker", "cuda")
+    assert handlers[0][3] == "moves", "which stats then show"
     assert moves.pinned == ([registrar] if pin else [])
     assert (registrar is not None) is pin
     assert isinstance(link.transfer, HeldTransfer) is pin
     with pytest.raises(MaruError, match="no server"):
-        setup.open_link(plan, cast(Any, "paged"), layers)
+        setup.open_link(plan, cast(Any, "paged"), layers, chooser)
     assert moves.closed == 1, "what was opened for a session that there is not is given back"
 
 
