@@ -15,7 +15,6 @@ import argparse
 import importlib.util
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -42,8 +41,8 @@ CHUNKS = TOKENS // CHUNK
 BYTES = CHUNKS * STORED.nbytes
 REPEATS = 15
 
-#: Share of a page-locked copy, share of a copy within the device, milliseconds of issuing, milliseconds of delay.
-OF_BUS, OF_DEVICE, ISSUE_MS, DELAY_MS = 0.92, 0.70, 1.0, 1.0
+#: Share of a page-locked copy, share of a copy within the device, milliseconds of issuing.
+OF_BUS, OF_DEVICE, ISSUE_MS = 0.92, 0.70, 1.0
 
 
 PAGE = BLOCK * HEADS * DIM
@@ -204,53 +203,6 @@ def placement(bench: Bench, layout: str, tuning: Tuning, repeats: int) -> dict[s
     return rates
 
 
-def delays(bench: Bench, tuning: Tuning, direction: int, table: str, seconds: float) -> dict[str, float]:
-    """Milliseconds that a copy of 16 KiB to the device takes on a stream of its own, beside endless bulk moves."""
-    small, target = (
-        torch.ones(16 << 10, dtype=torch.uint8, pin_memory=True),
-        torch.empty(16 << 10, device="cuda", dtype=torch.uint8),
-    )
-    # Several, because the driver puts streams into a few queues.
-    streams = [torch.cuda.Stream() for _ in range(16)]
-    stop = threading.Event()
-
-    def sample(until: float) -> list[float]:
-        times = []
-        while time.perf_counter() < until:
-            with torch.cuda.stream(streams[len(times) % len(streams)]):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                target.copy_(small, non_blocking=True)
-                end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-            time.sleep(0.0005)
-        return times
-
-    def bulk() -> None:
-        while not stop.is_set():
-            bench.move(transfer, direction, table)
-
-    sample(time.perf_counter() + 0.1)
-    idle = sample(time.perf_counter() + 0.3)
-    with bench.transfer("planes apart, NHD", tuning) as transfer:
-        thread = threading.Thread(target=bulk)
-        thread.start()
-        try:
-            time.sleep(0.2)
-            busy = sorted(sample(time.perf_counter() + seconds))
-        finally:
-            stop.set()
-            thread.join()
-    return {
-        "idle": statistics.median(idle),
-        "median": statistics.median(busy),
-        "p99": busy[int(len(busy) * 0.99)],
-        "worst": busy[-1],
-        "samples": len(busy),
-    }
-
-
 def lmcache(bench: Bench, library: Path, repeats: int) -> dict[str, float]:
     """Seconds of LMCache's transfer function for the same request, chunk by chunk, the faster of its two ways."""
     spec = importlib.util.spec_from_file_location("c_ops", library)
@@ -306,7 +258,7 @@ def run(options: argparse.Namespace) -> Outcome:
     table = [["", "GB/s", "of the ceiling", "plan ms", "issue ms", "CPU ms"]]
     table += [[f"copies {name}", f"{rate / 1e9:.1f}", "", "", "", ""] for name, rate in best.items()]
     bounds: list[Bound] = []
-    figures: dict[str, Any] = {"ceilings": best, "moves": {}, "placement": {}, "delays": {}}
+    figures: dict[str, Any] = {"ceilings": best, "moves": {}, "placement": {}}
     for layout in LAYOUTS:
         for order in bench.tables:
             bench.check(layout, order, tuning)
@@ -329,17 +281,6 @@ def run(options: argparse.Namespace) -> Outcome:
             table.append([f"placement, {name}, {layout}", f"{rate / 1e9:.0f}", f"{share:.3f}", "", "", ""])
             figures["placement"][f"{name}, {layout}"] = {"bytes_per_second": rate, "share": share}
             bounds.append(Least(f"placement, {name}, {layout}: share of a copy within the device", share, OF_DEVICE))
-    notes = []
-    for name, direction in (("load", LOAD), ("store", STORE)):
-        for order in bench.tables:
-            found = delays(bench, tuning, direction, order, options.seconds)
-            figures["delays"][f"{name}, {order}"] = found
-            late = found["worst"] - found["idle"]
-            notes.append(
-                f"a copy of 16 KiB beside a {name} ({order}): {found['median']:.3f} ms, p99 {found['p99']:.3f},"
-                f" worst {found['worst']:.3f}, idle {found['idle']:.3f} ({found['samples']:.0f} samples)"
-            )
-            bounds.append(Bound(f"delay beside a {name}, {order}, ms", late, DELAY_MS))
     if options.lmcache:
         theirs = lmcache(bench, options.lmcache, repeats)
         figures["lmcache"] = theirs
@@ -347,13 +288,12 @@ def run(options: argparse.Namespace) -> Outcome:
             ours = figures["moves"][f"{name}, planes apart, NHD, scattered"]["seconds"]
             table.append([f"LMCache, {name}", f"{BYTES / seconds / 1e9:.1f}", "", "", "", ""])
             bounds.append(Bound(f"{name}: our time over LMCache's", ours / seconds, 1.0))
-    return Outcome(table, figures, bounds, notes)
+    return Outcome(table, figures, bounds)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """How long it takes, and whom else to measure."""
     parser.add_argument("--repeats", type=int, default=REPEATS, help=f"runs per figure (default {REPEATS})")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of sampling delays, per figure (default 2)")
     parser.add_argument("--lmcache", type=Path, metavar="FILE", help="LMCache's c_ops extension library")
 
 

@@ -23,4 +23,7 @@ if command -v compute-sanitizer > /dev/null; then
     compute-sanitizer --tool "$tool" --error-exitcode 1 python3 -m pytest -q tests/transfer/test_kernel_cuda.py -k "$some"
   done
 fi
-python3 benchmarks/gpu_copy.py "$@"
+status=0
+python3 benchmarks/gpu_copy.py "$@" || status=1
+python3 benchmarks/gpu_interference.py || status=1
+exit $status

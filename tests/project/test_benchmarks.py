@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,37 @@ def test_throughput_counts_every_client_and_call() -> None:
     assert all(found["calls_per_s"] > 0 for found in figures.values())
     assert figures["probe"]["keys_per_s"] == throughput.BATCH * figures["probe"]["calls_per_s"]
     assert len(outcome.bounds) == len(figures) - 1
+
+
+class _Moves:
+    """Stands for endless moves: says whether they run."""
+
+    on = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self.on = True
+        yield
+        self.on = False
+
+
+def test_products_are_compared_pair_by_pair_without_the_first() -> None:
+    interference = pytest.importorskip("benchmarks.gpu_interference", reason="needs torch")
+    moves, asked = _Moves(), []
+
+    class Products:
+        def seconds(self, count: int) -> float:
+            asked.append(moves.on)
+            pair = (len(asked) - 1) // 2
+            return count * (10.0 if pair == 0 else 1.0 + pair * 0.01 * moves.on)
+
+    found = interference.slowdown(moves, Products(), pairs=3, count=4)
+    assert asked == [False, True] * 4
+    assert found["slowdown"] == pytest.approx(0.02)
+    assert found["alone"] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.5, 2.0), (0.51, 3.0), (0.99, 4.0), (1.0, 4.0), (0.0, 1.0)])
+def test_a_quantile_is_one_of_the_values(share: float, value: float) -> None:
+    interference = pytest.importorskip("benchmarks.gpu_interference", reason="needs torch")
+    assert interference.quantile([3.0, 1.0, 4.0, 2.0], share) == value
