@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
+from attrs import evolve
 
+from maru_core.contracts import LayeredLoad
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout, PlaneStrides
+from maru_transfer.layered import Arrival, Arrived, LoadThread, SteppedLoad
 from maru_transfer.plan import Piece, plan_pieces
 from maru_transfer.tensors import LayerGroup, group_layers, single_layers
 
@@ -32,7 +35,7 @@ MAX_THREADS = 4
 
 
 class HostTransfer:
-    """Implements :class:`maru_core.contracts.Transfer` for KV tensors in host memory."""
+    """Implements :class:`maru_core.contracts.Transfer` and ``LoadsByLayer`` for KV tensors in host memory."""
 
     def __init__(
         self, layers: Sequence[torch.Tensor], paged: PagedLayout, stored: ObjectLayout, *, threads: int | None = None
@@ -45,33 +48,53 @@ class HostTransfer:
         self._boxes = [_Box(paged, stored, plane) for plane in range(len(paged.planes))]
         self._threads = threads
         self._pool: ThreadPoolExecutor | None = None
+        # It copies, too: whichever core its starter was pinned to.
+        self._layers = LoadThread(lambda: _roam(process_cores()))
 
     def load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
         """Objects to pages."""
+        self._layers.settle()
         pieces = plan_pieces(self._paged, self._stored, block_ids, copies)
-        self._run(_load, pieces, copies)
+        self._run(_load, self._tasks(pieces, copies), self._bytes(pieces))
+
+    def begin_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> LayeredLoad:
+        """Objects to pages, one layer after another."""
+        pieces = plan_pieces(self._paged, self._stored, block_ids, copies)
+        if not self._groups:
+            raise TransferError("this transfer is closed")
+        load = SteppedLoad(self._paged.num_layers, lambda layer: self._load_layer(layer, pieces, copies))
+        self._layers.start(load)
+        return load
 
     def store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
         """Pages to objects."""
+        self._layers.settle()
         pieces = plan_pieces(self._paged, self._stored, block_ids, copies)
         for number, copy in enumerate(copies):
             if copy.buffer.readonly:
                 raise TransferError(f"copy {number} (chunk {copy.chunk}) stores into a read-only buffer")
-        self._run(_store, pieces, copies)
+        self._run(_store, self._tasks(pieces, copies), self._bytes(pieces))
 
     def close(self) -> None:
-        """End the copying threads and let go of the tensors' memory."""
+        """End the copying threads and let go of the tensors' memory; layered loads are cancelled."""
+        self._layers.close()
         if self._pool:
             self._pool.shutdown()
             self._pool = None
         self._groups = self._single = []
 
-    def _run(self, move: Callable[[Array, Array], None], pieces: Sequence[Piece], copies: Sequence[ChunkCopy]) -> None:
+    def _load_layer(self, layer: int, pieces: Sequence[Piece], copies: Sequence[ChunkCopy]) -> Arrival:
+        parts = [piece for piece in pieces if piece.layer in (None, layer)]
+        self._run(_load, self._layer_tasks(layer, parts, copies), self._bytes(parts) // self._stored.num_layers)
+        return Arrived()
+
+    def _bytes(self, pieces: Sequence[Piece]) -> int:
+        return sum(piece.count for piece in pieces) * self._stored.nbytes // self._stored.chunk_tokens
+
+    def _run(self, move: Callable[[Array, Array], None], work: Iterable[tuple[Array, Array]], nbytes: int) -> None:
         if not self._groups:
             raise TransferError("this transfer is closed")
-        tasks = deque(self._tasks(pieces, copies))
-        tokens = sum(piece.count for piece in pieces)
-        nbytes = tokens * self._stored.nbytes // self._stored.chunk_tokens
+        tasks = deque(work)
         pool, threads = self._copiers()
         threads = min(threads, nbytes // MIN_BYTES_PER_THREAD, len(tasks))
         if threads < 2:
@@ -107,6 +130,16 @@ class HostTransfer:
             for box in self._boxes:
                 for group, memory in self._groups if piece.layer is None else (self._single[piece.layer],):
                     yield box.pages(memory, group, piece), box.object(copies[piece.copy].buffer, group, piece)
+
+    def _layer_tasks(
+        self, layer: int, pieces: Sequence[Piece], copies: Sequence[ChunkCopy]
+    ) -> Iterator[tuple[Array, Array]]:
+        """The same for one layer, whichever it is in an object."""
+        group, memory = self._single[layer]
+        group = evolve(group, first=layer % self._stored.num_layers)
+        for piece in pieces:
+            for box in self._boxes:
+                yield box.pages(memory, group, piece), box.object(copies[piece.copy].buffer, group, piece)
 
 
 class _Box:

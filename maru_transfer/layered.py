@@ -1,0 +1,178 @@
+"""Loads that arrive layer by layer: a thread moves one layer after another while others wait for them.
+
+No torch here: what a layer's arrival means is the engine's business.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from maru_core.errors import TransferError
+
+
+class Arrival(Protocol):
+    """Work of one layer that was submitted. Its methods may be called from any thread and block for no byte."""
+
+    def query(self) -> bool:
+        """Whether it has run."""
+
+    def order(self) -> None:
+        """What the calling thread's current stream runs later comes behind it."""
+
+
+class Arrived:
+    """Implements :class:`Arrival` for what was done when it was submitted."""
+
+    def query(self) -> bool:
+        """It has."""
+        return True
+
+    def order(self) -> None:
+        """It is."""
+
+
+class SteppedLoad:
+    """Implements :class:`maru_core.contracts.LayeredLoad`: :meth:`run` calls ``move`` for layer 0, 1, ..."""
+
+    def __init__(self, layers: int, move: Callable[[int], Arrival], settle: Callable[[], None] = lambda: None) -> None:
+        """``move`` submits one layer; ``settle`` blocks until all that was submitted has run, also after an error."""
+        self._layers = layers
+        self._move = move
+        self._settle = settle
+        self._changed = threading.Condition()
+        self._arrivals: list[Arrival] = []
+        self._done = 0
+        self._cancelled = False
+        self._ended = False
+        self._error: BaseException | None = None
+        self._owner = os.getpid()
+
+    def run(self) -> None:
+        """Move all layers. Raises nothing: errors are told by the other methods."""
+        error: BaseException | None = None
+        try:
+            try:
+                for layer in range(self._layers):
+                    if self._cancelled:
+                        raise TransferError(f"the load was cancelled before layer {layer} of {self._layers}")
+                    arrival = self._move(layer)
+                    with self._changed:
+                        self._arrivals.append(arrival)
+                        self._changed.notify_all()
+            finally:
+                self._settle()
+        except BaseException as caught:  # noqa: BLE001 - every kind must reach who waits
+            error = caught
+        with self._changed:
+            self._error = error
+            self._ended = True
+            self._changed.notify_all()
+
+    def layers_done(self) -> int:
+        """See :class:`maru_core.contracts.LayeredLoad`; so are the others."""
+        self._check_process()
+        with self._changed:
+            self._raise()
+            while self._done < len(self._arrivals) and (self._ended or self._arrivals[self._done].query()):
+                self._done += 1
+            return self._done
+
+    def wait_layer(self, layer: int) -> None:
+        """Blocks until the layer is submitted."""
+        self._check_process()
+        if not 0 <= layer < self._layers:
+            raise TransferError(f"layer {layer} is none of the {self._layers} that this load moves")
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or len(self._arrivals) > layer)
+            self._raise()
+            if self._ended:
+                return
+            arrival = self._arrivals[layer]
+        arrival.order()
+
+    def finish(self) -> None:
+        """Blocks until :meth:`run` has ended."""
+        self._check_process()
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended)
+            self._raise()
+
+    def cancel(self) -> None:
+        """Takes effect before the next layer."""
+        self._cancelled = True
+
+    def _raise(self) -> None:
+        if isinstance(self._error, TransferError):
+            raise TransferError(str(self._error)) from self._error
+        if self._error is not None:
+            raise TransferError(f"the load failed: {self._error!r}") from self._error
+
+    def _check_process(self) -> None:
+        # The thread that works on it is in the parent, and so is the device.
+        if os.getpid() != self._owner:
+            raise TransferError("this load was begun by the process that this one was forked from")
+
+
+class Runs(Protocol):
+    """What a :class:`LoadThread` runs."""
+
+    def run(self) -> None:
+        """Runs to its end; raises nothing."""
+
+    def cancel(self) -> None:
+        """Ends :meth:`run` soon, or before it began."""
+
+
+class LoadThread:
+    """The thread on which a transfer's layered loads run one after another; it ends with :meth:`close`.
+
+    Used by one thread at a time. Started by the first load.
+    """
+
+    def __init__(self, initializer: Callable[[], None] = lambda: None) -> None:
+        """``initializer`` is called on the thread before anything else."""
+        self._initializer = initializer
+        self._pool: ThreadPoolExecutor | None = None
+        self._loads: list[tuple[Runs, threading.Event]] = []
+        self._owner = os.getpid()
+
+    def start(self, load: Runs) -> None:
+        """Run ``load`` behind those that were started before. Raises TransferError in a forked child."""
+        if os.getpid() != self._owner:
+            raise TransferError("this transfer belongs to the process that this one was forked from")
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "maru-layers", initializer=self._initializer)
+        ended = threading.Event()
+        self._loads = [(other, event) for other, event in self._loads if not event.is_set()]
+        self._loads.append((load, ended))
+        self._pool.submit(_run, load, ended)
+
+    def settle(self) -> None:
+        """Block until every load that was started has ended; who holds it hears of its errors."""
+        if os.getpid() != self._owner:
+            return
+        for _, ended in self._loads:
+            ended.wait()
+        self._loads = []
+
+    def close(self) -> None:
+        """Cancel what runs or waits, and end the thread. Idempotent; does nothing in a forked child."""
+        if os.getpid() != self._owner:
+            return
+        for load, _ in self._loads:
+            load.cancel()
+        self.settle()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+
+def _run(load: Runs, ended: threading.Event) -> None:
+    try:
+        load.run()
+    finally:
+        ended.set()
