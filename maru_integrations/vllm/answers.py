@@ -53,11 +53,11 @@ class Answers:
                 self._released.add(op.load_id)
                 self._next.received.add(op.request_id)
 
-    def load_ended(self, op: LoadOp, good: int, failed_blocks: Sequence[int]) -> None:
-        """``good`` objects from the front arrived; ``failed_blocks`` hold undefined KV."""
+    def load_ended(self, op: LoadOp, good: int, failed_blocks: Sequence[int], reason: str = "") -> None:
+        """``good`` objects from the front arrived; ``failed_blocks`` hold undefined KV. See :class:`LoadResult`."""
         with self._lock:
             report = self._next
-            report.message.loads.append(LoadResult(op.load_id, good))
+            report.message.loads.append(LoadResult(op.load_id, good, reason))
             if op.parked and op.load_id not in self._released:
                 report.received.add(op.request_id)
             self._released.discard(op.load_id)

@@ -23,6 +23,9 @@ NO_ROOM: Final = "no_room"
 UNAVAILABLE: Final = "unavailable"
 REFUSED: Final = "refused"
 ERROR: Final = "error"
+#: Further reasons for which a load is not complete.
+CANCELLED: Final = "cancelled"
+LATE: Final = "late"
 
 
 @frozen
@@ -90,10 +93,15 @@ class MaruConnectorMetadata(KVConnectorMetadata):
 
 @frozen
 class LoadResult:
-    """``good`` counts the objects from the front that arrived and were proven to be the granted ones."""
+    """``good`` counts the objects from the front that arrived and were proven to be the granted ones.
+
+    ``reason`` when that is not all: empty if the next object is at fault, which is then not promised again; else
+    ``CANCELLED``, ``LATE`` (the deadline passed) or ``UNAVAILABLE`` (the worker cannot load at all).
+    """
 
     load_id: int
     good: int
+    reason: str = ""
 
 
 @frozen
