@@ -1,8 +1,9 @@
 """Builds the native code when Maru is installed, and never fails an install: a hook of hatchling that calls CMake.
 
-Each part (``host``, ``cuda``) is built or left out with a reason; both go into a ``_build_info.json`` in each package
-that has a library. A wheel gets the libraries beside the modules that bind them, an editable install puts them into the
-tree itself. ``python csrc/build.py`` does the latter, for a checkout that is used through ``PYTHONPATH``.
+Each part (``host``, ``cuda``) is built, or left out with a reason and a remedy; what became of it goes into a
+``_build_info.json`` in each package that has a library. A wheel gets the libraries beside the modules that bind them,
+an editable install puts them into the tree itself. ``python csrc/build.py`` does the latter, for a checkout that is
+used through ``PYTHONPATH``.
 
 Not scikit-build-core: its editable installs, of either mode, put an import hook in front of ``PYTHONPATH``, so that a
 second checkout of the same project cannot be used.
@@ -20,7 +21,7 @@ import sysconfig
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
@@ -36,6 +37,21 @@ _LONGEST_REASON = 600
 _NO = ("", "0", "false", "no", "off")
 
 
+class Refusal(NamedTuple):
+    """Why something is not built, and what to do for it."""
+
+    reason: str
+    remedy: str
+
+
+AGAIN = "and install Maru again"
+#: When the compilers are there and fail at our code.
+REMEDIES = {
+    "host": f"set CC to another C compiler, {AGAIN}",
+    "cuda": f"set CUDACXX to the nvcc of another toolkit, or NVCC_CCBIN to a C++ compiler that it takes, {AGAIN}",
+}
+
+
 class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     """Called by hatchling for wheels and editable installs."""
 
@@ -43,7 +59,7 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def dependencies(self) -> list[str]:
         """CMake and a build tool from the package index, where there is a compiler but not these."""
-        if _skip_reason() or not _has_compiler():
+        if _obstacle(cmake=False) is not None:
             return []
         wanted = [] if shutil.which("cmake") else ["cmake>=3.20"]
         return wanted if shutil.which("ninja") or shutil.which("make") else [*wanted, "ninja>=1.11"]
@@ -80,10 +96,18 @@ def build(root: Path, target: Path) -> dict[str, dict[str, Any]]:
     for package in PACKAGES:
         (target / package).mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="maru-build-") as folder:
+        refused = _configure(root, Path(folder))
         info = {}
-        for name, reason in _configure(root, Path(folder)).items():
-            reason = reason or _make(Path(folder), name, target)
-            info[name] = {"built": reason is None, "reason": reason}
+        for name in PARTS:
+            no = refused[name] or _make(Path(folder), name, target)
+            info[name] = {
+                "built": no is None,
+                "reason": None if no is None else no.reason,
+                "remedy": None if no is None else no.remedy,
+                **_facts(Path(folder), name),
+            }
+            if no is None:
+                info[name]["bytes"] = (target / PARTS[name]).stat().st_size
     for package in PACKAGES:
         (target / package / BUILD_INFO).write_text(json.dumps(info, indent=2) + "\n")
     return info
@@ -105,37 +129,51 @@ def build_in_place(root: Path) -> dict[str, dict[str, Any]]:
 
 def describe(info: dict[str, dict[str, Any]]) -> list[str]:
     """A line per part."""
-    return [
-        f"maru: {name}: {'built' if part['built'] else 'left out: ' + part['reason']}" for name, part in info.items()
-    ]
+    lines = []
+    for name, part in info.items():
+        if part["built"]:
+            code = f", for compute capability {part['architectures']}" if "architectures" in part else ""
+            lines.append(f"maru: {name}: built ({part['bytes'] // 1024} KiB{code})")
+        else:
+            lines.append(f"maru: {name}: left out: {part['reason']}; {part['remedy']}")
+    return lines
 
 
-def _configure(root: Path, folder: Path) -> dict[str, str | None]:
+def _configure(root: Path, folder: Path) -> dict[str, Refusal | None]:
     """For each part why it cannot be built, ``None`` when it can."""
-    reason = _skip_reason()
-    if reason is None and not _has_compiler():
-        # Looked for here: CMake finds one outside of PATH, too, which the user may not want.
-        reason = "no C compiler was found (CC, or cc, gcc, clang in PATH); install one and then Maru again"
-    if reason is None and not shutil.which("cmake"):
-        reason = "CMake was not found; install it (pip install cmake ninja) and then Maru again"
-    if reason is None:
+    no = _obstacle(cmake=True)
+    if no is None:
         generator = ["-G", "Ninja"] if shutil.which("ninja") else []
         reason = _run(["cmake", "-S", str(root), "-B", str(folder), *generator])
-    if reason is not None:
-        return dict.fromkeys(PARTS, reason)
-    verdicts = {name: (folder / "parts" / name).read_text().splitlines() for name in PARTS}
-    return {name: None if said == ["ready"] else _shortened(said) for name, said in verdicts.items()}
+        no = reason and Refusal(reason, f"mend that, or set {SKIP}=1, {AGAIN}")
+    if no is not None:
+        return dict.fromkeys(PARTS, no)
+    return {name: _verdict(folder / "parts" / name) for name in PARTS}
 
 
-def _make(folder: Path, name: str, target: Path) -> str | None:
+def _verdict(file: Path) -> Refusal | None:
+    said = file.read_text().splitlines()
+    if said == ["ready"]:
+        return None
+    return Refusal(_shortened(said), _shortened(file.with_name(f"{file.name}.remedy").read_text().splitlines()))
+
+
+def _facts(folder: Path, name: str) -> dict[str, str]:
+    """What CMake found out about a part."""
+    file = folder / "parts" / f"{name}.facts"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {key: value for key, _, value in (line.partition("=") for line in lines)}
+
+
+def _make(folder: Path, name: str, target: Path) -> Refusal | None:
     """Build one part into ``target``; why not, if it fails."""
     reason = _run(["cmake", "--build", str(folder), "--target", f"maru_{name}"])
     if reason is None:
         try:
             shutil.copy(folder / "lib" / PARTS[name].name, target / PARTS[name])
         except OSError as error:
-            return f"the library cannot be kept: {error}"
-    return reason
+            return Refusal(f"the library cannot be kept: {error}", f"make room, {AGAIN}")
+    return reason and Refusal(reason, REMEDIES[name])
 
 
 def _run(command: Sequence[str]) -> str | None:
@@ -147,7 +185,7 @@ def _run(command: Sequence[str]) -> str | None:
     if run.returncode == 0:
         return None
     lines = (run.stdout + "\n" + run.stderr).splitlines()
-    first = next((i for i, line in enumerate(lines) if re.search(r"\berror\b", line, re.IGNORECASE)), -8)
+    first = next((i for i, line in enumerate(lines) if re.search(r"\b(error|fatal)\b", line, re.IGNORECASE)), -8)
     return f"{' '.join(command[:2])} failed with {run.returncode}: {_shortened(lines[first:])}"
 
 
@@ -155,14 +193,16 @@ def _shortened(lines: Sequence[str]) -> str:
     return " | ".join(filter(None, map(str.strip, lines)))[:_LONGEST_REASON]
 
 
-def _skip_reason() -> str | None:
-    if os.environ.get(SKIP, "").lower() in _NO:
-        return None
-    return f"{SKIP} was set when Maru was installed; unset it and install again"
-
-
-def _has_compiler() -> bool:
-    return bool(os.environ.get("CC")) or any(shutil.which(name) for name in ("cc", "gcc", "clang"))
+def _obstacle(*, cmake: bool) -> Refusal | None:
+    """Why nothing can be built; with ``cmake`` also for want of it."""
+    if os.environ.get(SKIP, "").lower() not in _NO:
+        return Refusal(f"{SKIP} was set when Maru was installed", f"unset it {AGAIN}")
+    if not os.environ.get("CC") and not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
+        # Looked for here: CMake finds one outside of PATH, too, which the user may not want.
+        return Refusal("no C compiler was found (CC, or cc, gcc, clang in PATH)", f"install one, {AGAIN}")
+    if cmake and not shutil.which("cmake"):
+        return Refusal("CMake was not found", f"install it (pip install cmake ninja), {AGAIN}")
+    return None
 
 
 if __name__ == "__main__":

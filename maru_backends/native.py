@@ -113,7 +113,7 @@ def why_not(path: Path | None = None) -> str | None:
 
 
 def build_info() -> dict[str, Any]:
-    """What the build wrote about itself: per part (``host``) whether it is ``built`` and, if not, the ``reason``.
+    """What the build wrote about itself: per part (``host``) whether it is ``built``, else ``reason`` and ``remedy``.
 
     Empty when nothing was ever built here, or when what it wrote cannot be read.
     """
@@ -146,9 +146,9 @@ def _open(path: Path | None) -> NativeHost | str:
 
 def _absent(place: Path) -> str:
     part = build_info().get("host")
-    reason = part.get("reason") if isinstance(part, dict) else None
-    if reason:
-        return f"the native helpers were not built: {reason}"
+    if isinstance(part, dict) and part.get("reason"):
+        why = "; ".join(str(part[key]) for key in ("reason", "remedy") if part.get(key))
+        return f"the native helpers were not built: {why}"
     return f"there is no {place}: nothing was built in this checkout; {_REBUILD}"
 
 

@@ -23,7 +23,9 @@ from maru_core.sizes import parse_size
 PREFIX: Final = "maru_"
 ENVIRON_PREFIX: Final = "MARU_"
 #: Variables that start like a setting and are read elsewhere: here (plugins), or by the build.
-OTHER_VARIABLES: Final = frozenset({"MARU_PLUGINS", "MARU_PLUGINS_STRICT", "MARU_SKIP_KV_OPS"})
+OTHER_VARIABLES: Final = frozenset(
+    {"MARU_PLUGINS", "MARU_PLUGINS_STRICT", "MARU_SKIP_KV_OPS", "MARU_CUDA_ARCHITECTURES"}
+)
 #: Names that settings had before; they still work and warn.
 FORMER_NAMES: Final[Mapping[str, str]] = {
     "maru_enable_deferred_loading": "maru_async_load",

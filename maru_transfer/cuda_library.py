@@ -7,7 +7,6 @@ needs neither a GPU nor torch.
 from __future__ import annotations
 
 import ctypes
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -17,10 +16,9 @@ from attrs import frozen
 
 from maru_core.errors import TransferError
 from maru_core.geometry import ObjectLayout, PagedLayout
+from maru_transfer import build_info
 
 LIBRARY: Final = "libmaru_cuda.so"
-#: What the build wrote about itself, beside the library.
-BUILD_INFO: Final = "_build_info.json"
 #: MARU_ABI_VERSION of the header that this module was written for.
 ABI_VERSION: Final = 1
 REBUILD: Final = "install Maru again where nvcc can be found"
@@ -195,12 +193,8 @@ def load(path: Path | None = None) -> CudaLibrary | str:
 
 
 def _absent(place: Path) -> str:
-    try:
-        info = json.loads(place.with_name(BUILD_INFO).read_text())
-        reason = info["cuda"]["reason"]
-    except (OSError, ValueError, KeyError, TypeError):  # nothing was ever built, or not by us
-        reason = None
-    return f"{place} does not exist: {reason or 'the CUDA code was not built'}; {REBUILD}"
+    report = build_info.read(place.parent, "cuda")
+    return f"{place} does not exist: {report.why_not() or f'it was built, and removed since; {REBUILD}'}"
 
 
 class CudaDevice:

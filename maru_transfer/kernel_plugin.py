@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from maru_core.contracts import EngineProvision, TransferEngine
+from maru_core.config import MaruConfig
+from maru_core.contracts import EngineProvision, Finding, TransferEngine
 from maru_core.plugin import hookimpl
+from maru_transfer import build_info
+from maru_transfer.cuda_driver import DriverError, driver_version
 
 
 def make_engine() -> TransferEngine:
@@ -15,7 +19,34 @@ def make_engine() -> TransferEngine:
     return KernelEngine()
 
 
+def diagnose(config: MaruConfig, folder: Path = Path(__file__).parent) -> Sequence[Finding]:
+    """What the build said of the CUDA code in ``folder``."""
+    report = build_info.read(folder, "cuda")
+    if not report.built:
+        return [Finding("warning" if _has_device() else "note", "CUDA code", report.reason, report.remedy)]
+    text = (
+        f"built by nvcc {report.toolkit} for compute capability {report.architectures}, and for newer devices by way of"
+        f" {report.ptx}"
+    )
+    found = [Finding("ok", "CUDA code", text)]
+    if report.unknown_architectures:
+        missing = f"nvcc {report.toolkit} does not know {report.unknown_architectures}: there the driver translates"
+        found.append(Finding("note", "CUDA code", missing, "install Maru again with a newer CUDA toolkit"))
+    if report.ignored:
+        text = f"the build ignored {report.ignored}, where there is no nvcc"
+        found.append(Finding("note", "CUDA code", text))
+    return found
+
+
+def _has_device() -> bool:
+    try:
+        return driver_version()[1] > 0
+    except DriverError:
+        return False
+
+
 @hookimpl
 def maru_transfer_engines() -> Sequence[EngineProvision]:
     """The fastest engine for CUDA devices; asked for by name until it has served a real engine on a GPU."""
-    return [EngineProvision("kernel", make_engine, rank=-1, summary="copy engine and placement kernels, CUDA devices")]
+    summary = "copy engine and placement kernels, CUDA devices"
+    return [EngineProvision("kernel", make_engine, rank=-1, summary=summary, diagnose=diagnose)]

@@ -75,9 +75,17 @@ def backends(patient: Patient) -> Iterable[Finding]:
 
 
 def engines(patient: Patient) -> Iterable[Finding]:
-    """What the transfer engines say themselves."""
-    for name, provision in patient.host.engines().items():
-        yield from _ask(f"engine {name}", provision.diagnose, patient.config)
+    """Which transfer engines can be used here and why not the others, and what they say themselves."""
+    config, offered = patient.config, patient.host.engines()
+    for name, provision in offered.items():
+        yield _usable(patient, name)
+        yield from _ask(f"engine {name}", provision.diagnose, config)
+    known = f"no plugin offers it; there are: {', '.join(offered) or 'none'}"
+    if config.transfer_engine not in ("auto", *offered):
+        yield Finding("error", f"maru_transfer_engine={config.transfer_engine}", known)
+    for name in config.transfer_exclude:
+        if name not in offered:
+            yield Finding("warning", f"maru_transfer_exclude={name}", known)
 
 
 def limits(patient: Patient) -> Iterable[Finding]:
@@ -136,6 +144,23 @@ CHECKS: Final[Sequence[tuple[str, Check]]] = (
     ("limits", limits),
     ("server", server),
 )
+
+
+def _usable(patient: Patient, name: str) -> Finding:
+    """Whether an engine can be used, by foreign code, whatever it does."""
+    config = patient.config
+    subject = f"engine {name}"
+    if name in config.transfer_exclude:
+        return Finding("note", subject, "excluded by maru_transfer_exclude")
+    try:
+        engine = patient.host.engine(name)
+        if engine.is_available():
+            return Finding("ok", subject, "can be used here")
+        reason = str(engine.import_error())
+    except BaseException as error:  # noqa: BLE001 - a plugin's code, see pass_interrupt
+        pass_interrupt(error)
+        reason = show(error)
+    return Finding("error" if name == config.transfer_engine else "note", subject, f"cannot be used here: {reason}")
 
 
 def _ask(who: str, diagnose: Diagnose | None, config: MaruConfig) -> Iterable[Finding]:

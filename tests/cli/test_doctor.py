@@ -18,7 +18,7 @@ from maru_backends.checkup import check_cpu, check_cxl
 from maru_backends.cxl import CxlBackend
 from maru_core.cli import main
 from maru_core.config import MaruConfig
-from maru_core.contracts import BackendProvision, Finding, PoolRequest
+from maru_core.contracts import BackendProvision, EngineProvision, Finding, PoolRequest
 from maru_core.fakes import FakeBackend
 from maru_core.host import PluginHost
 from maru_core.plugin import hookimpl
@@ -235,3 +235,61 @@ def test_json_is_alone_on_stdout_whatever_there_is_to_warn_of(command: list[str]
     json.loads(run.stdout)
     if command[0] != "plugins":  # it reads no settings
         assert "MARU_NO_SUCH_SETTING" in run.stderr
+
+
+class Engine:
+    """A transfer engine that lacks something, or fails at being asked."""
+
+    name = "acme"
+
+    def __init__(self, missing: str | BaseException | None) -> None:
+        self._missing = missing
+
+    def is_available(self) -> bool:
+        if isinstance(self._missing, BaseException):
+            raise self._missing
+        return self._missing is None
+
+    def import_error(self) -> str | None:
+        assert not isinstance(self._missing, BaseException)
+        return self._missing
+
+    def unsupported(self, paged: Any, stored: Any, device: str) -> str | None:
+        return None
+
+    def open(self, layers: Any, paged: Any, stored: Any) -> Any:
+        raise AssertionError("the doctor opens nothing")
+
+    @hookimpl
+    def maru_transfer_engines(self) -> list[EngineProvision]:
+        return [EngineProvision(self.name, lambda: self)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing", "level", "expected"),
+    [
+        ({}, None, "ok", "can be used here"),
+        ({}, "no driver; install one", "note", "cannot be used here: no driver; install one"),
+        ({"transfer_engine": "acme"}, "no driver; install one", "error", "no driver; install one"),
+        ({"transfer_exclude": "acme"}, "no driver; install one", "note", "excluded by maru_transfer_exclude"),
+        ({}, SystemExit(3), "note", "cannot be used here: SystemExit: 3"),
+    ],
+)
+def test_every_engine_is_shown_with_what_it_lacks(
+    settings: dict[str, Any], missing: Any, level: str, expected: str
+) -> None:
+    host = PluginHost.with_plugins({"acme": Engine(missing)})
+    (found,) = module.engines(module.Patient(MaruConfig(**settings), host))
+    assert (found.level, found.subject) == (level, "engine acme")
+    assert expected in found.text
+
+
+def test_names_of_engines_that_nobody_offers() -> None:
+    host = PluginHost.with_plugins({"acme": Engine(None)})
+    config = MaruConfig(transfer_engine="acne", transfer_exclude="kernels")
+    wrong = list(module.engines(module.Patient(config, host)))[1:]
+    assert [(finding.level, finding.subject) for finding in wrong] == [
+        ("error", "maru_transfer_engine=acne"),
+        ("warning", "maru_transfer_exclude=kernels"),
+    ]
+    assert all("there are: acme" in finding.text for finding in wrong)

@@ -376,7 +376,7 @@ class TestEngine:
         engine: TransferEngine = KernelEngine(library=tmp_path / "none.so")
         assert engine.name == "kernel"
         assert not engine.is_available()
-        assert "was not built" in (engine.import_error() or "")
+        assert "was never built" in (engine.import_error() or "")
         (tmp_path / "none.so").write_bytes(b"not a library")
         assert "cannot be used" in (engine.import_error() or "")
         (tmp_path / "_build_info.json").write_text('{"cuda": {"built": false, "reason": "nvcc was not found"}}')
