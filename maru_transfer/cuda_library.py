@@ -7,6 +7,7 @@ needs neither a GPU nor torch.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -147,17 +148,29 @@ class Submission:
 
 
 class CudaLibrary:
-    """The library, loaded. Thread-safe. Made by :func:`load`."""
+    """The library, loaded. Thread-safe. Made by :func:`load`.
+
+    In a forked child, which has none of the driver's threads, every call raises TransferError, and those that let go of
+    something, which return nothing, do nothing.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Raises AttributeError when the library lacks a function."""
+        self._owner = os.getpid()
         pointer, number, text = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_char_p
         status, size, count = ctypes.c_int, ctypes.c_size_t, ctypes.c_uint32
 
         def function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
             found = getattr(library, name)
             found.argtypes, found.restype = arguments, result
-            return found  # type: ignore[no-any-return]
+
+            def guarded(*values: Any) -> Any:
+                if os.getpid() == self._owner or result is not None:
+                    self.check()
+                    return found(*values)
+                return None
+
+            return guarded
 
         self.open = function("maru_cuda_open", status, text, ctypes.c_int, pointer, text, size)
         self.close = function("maru_cuda_close", None, pointer)
@@ -172,6 +185,14 @@ class CudaLibrary:
         self.wait = function("maru_cuda_wait", status, pointer)
         self.times = function("maru_cuda_times", status, pointer, pointer, pointer)
         self.error = function("maru_cuda_error", text, pointer)
+
+    def check(self) -> None:
+        """Raises TransferError in a forked child."""
+        if os.getpid() != self._owner:
+            raise TransferError(
+                f"process {os.getpid()} was forked from {self._owner}, and what that one has open on a CUDA device is of"
+                " no use here; open the engine in the child itself, started by 'spawn'"
+            )
 
 
 def load(path: Path | None = None) -> CudaLibrary | str:
@@ -213,6 +234,10 @@ class CudaDevice:
         self.info = DeviceInfo(
             info.driver_version, info.multiprocessors, info.architecture, bool(info.batches), bool(info.maps_host)
         )
+
+    def check(self) -> None:
+        """Raises TransferError in a forked child."""
+        self._library.check()
 
     def host_range(self, address: int) -> tuple[int, int]:
         """First address and bytes of the registered memory around ``address``; (0, 0) when it is not registered."""

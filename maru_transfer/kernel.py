@@ -150,6 +150,7 @@ class KernelTransfer:
 
         if self._closed:
             raise TransferError("this transfer is closed")
+        self._device.check()
         slices.writable(direction, copies)
         try:
             held, addresses = _addresses(copies)
