@@ -86,6 +86,7 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             stores=transfer.is_kv_producer,
             parks=compat.parks_hits(self._vllm_config) or plan.config.async_load,
             lookup_timeout=plan.config.lookup_timeout,
+            objects_per_chunk=plan.objects_per_chunk,
         )
         try:
             handler = setup.connect(plan, "scheduler")
@@ -187,6 +188,7 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._answers,
             block_size=plan.geometry.block_size,
             chunk_tokens=plan.chunk_tokens,
+            objects_per_chunk=plan.objects_per_chunk,
             log_timing=plan.config.log_timing,
         )
         self._guard.run("connect", lambda: None, self._connect_worker, worker)

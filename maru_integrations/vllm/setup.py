@@ -43,6 +43,11 @@ class Plan:
     stored: ObjectLayout
 
     @property
+    def objects_per_chunk(self) -> int:
+        """1, or in the layerwise format the number of layers."""
+        return len(self.geometry.layer_names) if self.config.use_layerwise else 1
+
+    @property
     def granule(self) -> int:
         """Allocation granule for a server that this engine starts, in bytes."""
         return self.config.chunk_size or granule_for(self.stored.nbytes)
@@ -56,7 +61,7 @@ def read_config(vllm_config: Any) -> tuple[MaruConfig, PluginSettings]:
 
 def warn_of_idle_knobs(config: MaruConfig) -> None:
     """One warning for each setting that asks for something this version does not do yet."""
-    for name in ("use_layerwise", "async_store", "overlap_load_with_compute"):
+    for name in ("async_store", "overlap_load_with_compute"):
         if getattr(config, name):
             logs.get_logger(__name__).warning(
                 "maru.setting_without_effect", setting=f"maru_{name}", reason="not available in this version"
@@ -74,7 +79,7 @@ def make_plan(vllm_config: Any, kv_cache_config: Any, config: MaruConfig, plugin
     chunk_tokens = aligned_chunk(config.kv_chunk_tokens, geometry.block_size)
     stored = ObjectLayout(
         num_planes=2,
-        num_layers=len(geometry.layer_names),
+        num_layers=1 if config.use_layerwise else len(geometry.layer_names),
         chunk_tokens=chunk_tokens,
         hidden=geometry.num_kv_heads * geometry.head_size,
         element_size=geometry.element_size,

@@ -34,12 +34,20 @@ class MaruWorker:
     """
 
     def __init__(
-        self, opener: Callable[[], Link], answers: Answers, *, block_size: int, chunk_tokens: int, log_timing: bool
+        self,
+        opener: Callable[[], Link],
+        answers: Answers,
+        *,
+        block_size: int,
+        chunk_tokens: int,
+        objects_per_chunk: int = 1,
+        log_timing: bool,
     ) -> None:
         self._opener = opener
         self._answers = answers
         self._block = block_size
         self._chunk = chunk_tokens
+        self._objects = objects_per_chunk
         self._log_timing = log_timing
         self._log = logs.get_logger(__name__)
         self._link: Link | None = None
@@ -65,38 +73,42 @@ class MaruWorker:
 
     def _load(self, op: LoadOp) -> int:
         start = time.perf_counter()
-        wanted = -(-op.last // self._chunk) - op.chunk
+        wanted = self._objects_of(op)
         if any(len(column) != wanted for column in (op.entries, op.generations, op.lengths, op.keys)):
-            raise TransferError(f"request {op.request_id}: {len(op.entries)} objects for {wanted} chunks")
+            raise TransferError(f"request {op.request_id}: {len(op.entries)} objects, {wanted} are needed")
         self.connect()
         assert self._link is not None
         located = self._link.handler.adopt(op.epoch, op.entries, op.generations, op.lengths, op.keys)
         base = op.chunk * self._chunk
-        copies = [
-            ChunkCopy(
-                chunk=index,
-                first=max(op.first - base, index * self._chunk),
-                last=min(op.last - base, (index + 1) * self._chunk),
-                buffer=located.view(index),
-            )
-            for index in range(wanted)
-        ]
+        copies = []
+        for index in range(wanted):
+            chunk, layer = self._place(index)
+            first, last = max(op.first - base, chunk * self._chunk), min(op.last - base, (chunk + 1) * self._chunk)
+            copies.append(ChunkCopy(chunk, first, last, located.view(index), layer))
         with located.reading():
             self._link.transfer.load(op.blocks, copies)
         good = next((index for index, fine in enumerate(located.check()) if not fine), wanted)
         if self._log_timing:
-            self._log.info("maru.load", request=op.request_id, chunks=wanted, ms=_since(start))
+            self._log.info("maru.load", request=op.request_id, objects=wanted, ms=_since(start))
         return good
 
     def _answer(self, op: LoadOp, good: int) -> None:
-        wanted = -(-op.last // self._chunk) - op.chunk
         failed: Sequence[int] = ()
-        if good < wanted:
+        if good < self._objects_of(op):
             self._load_failed = True
             base = op.chunk * self._chunk
-            first_bad = max(op.first, base + good * self._chunk)
+            first_bad = max(op.first, base + self._place(good)[0] * self._chunk)
             failed = op.blocks[(first_bad - base) // self._block : -(-(op.last - base) // self._block)]
         self._answers.load_ended(op, good, failed)
+
+    def _objects_of(self, op: LoadOp) -> int:
+        """How many objects hold what a load asks for."""
+        return (-(-op.last // self._chunk) - op.chunk) * self._objects
+
+    def _place(self, index: int) -> tuple[int, int | None]:
+        """The chunk that an object belongs to, counted from the first one, and the layer that it holds."""
+        chunk, layer = divmod(index, self._objects)
+        return chunk, layer if self._objects > 1 else None
 
     # -- stores --------------------------------------------------------------------------------------------------
 
@@ -127,7 +139,7 @@ class MaruWorker:
         parents = [parent for op in ops for parent in op.parents]
         per_chunk = self._chunk // self._block
         sources = [
-            op.blocks[index * per_chunk : (index + 1) * per_chunk] for op in ops for index in range(len(op.keys))
+            op.blocks[index * per_chunk : (index + 1) * per_chunk] for op in ops for index in range(len(op.chunks))
         ]
         grants = handler.reserve(keys, stored.nbytes, parents, weights_epoch=weights_epoch)
         new = grants.new
@@ -141,22 +153,21 @@ class MaruWorker:
             raise
         if self._log_timing:
             kept = sum(status == CommitStatus.OK for status in statuses)
-            self._log.info("maru.store", chunks=len(keys), new=len(new), committed=kept, ms=_since(start))
+            self._log.info("maru.store", objects=len(keys), new=len(new), committed=kept, ms=_since(start))
 
     def _copy_out(
         self, handler: MaruHandler, grants: Grants, new: Sequence[int], sources: Sequence[Sequence[int]]
     ) -> None:
         assert self._link is not None
-        blocks = [block for index in new for block in sources[index]]
-        copies = [
-            ChunkCopy(
-                chunk=place,
-                first=place * self._chunk,
-                last=(place + 1) * self._chunk,
-                buffer=handler.room(grants, index),
-            )
-            for place, index in enumerate(new)
-        ]
+        # Chunks with something to copy, in a row of their own.
+        rows: dict[int, int] = {}
+        copies = []
+        for index in new:
+            chunk, layer = self._place(index)
+            row = rows.setdefault(chunk, len(rows))
+            first, last = row * self._chunk, (row + 1) * self._chunk
+            copies.append(ChunkCopy(row, first, last, handler.room(grants, index), layer))
+        blocks = [block for chunk in rows for block in sources[chunk]]
         self._link.transfer.store(blocks, copies)
 
     def close(self) -> None:
