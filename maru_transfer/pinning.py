@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from maru_core import logs
-from maru_core.contracts import MemorySpan, Region, Transfer
-from maru_core.geometry import ChunkCopy
+from maru_core.contracts import MemorySpan, Region
 from maru_core.population import Population
 from maru_transfer.cuda_driver import (
     ALREADY_REGISTERED,
@@ -381,29 +380,6 @@ class PinnedPools:
             effect="copies between pool and device go through a small locked buffer, which is slower",
             **figures,
         )
-
-
-class HeldTransfer:
-    """A transfer during whose copies nothing is unregistered. Implements :class:`maru_core.contracts.Transfer`."""
-
-    def __init__(self, transfer: Transfer, pools: PinnedPools) -> None:
-        self._transfer = transfer
-        self._pools = pools
-
-    def load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
-        """Objects to pages."""
-        with self._pools.held():
-            self._transfer.load(block_ids, copies)
-
-    def store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
-        """Pages to objects."""
-        with self._pools.held():
-            self._transfer.store(block_ids, copies)
-
-    def close(self) -> None:
-        """Close the transfer, then unregister the pools."""
-        self._transfer.close()
-        self._pools.close()
 
 
 class Pace:

@@ -237,9 +237,11 @@ class MaruHandler(KeyCalls):
             client["registration"] = dict(self._registrar.stats())
         return {**self.server_stats(), "client": client}
 
-    def close(self) -> None:
+    def close(self, *, may_end: bool = True) -> None:
         """End the session. Allocations that are still open are given back. Idempotent, at most about a second.
 
+        ``may_end``: false when a thread may still write to reserved pages; then the session lasts until the process
+        ends.
         An allocation whose view something else still shows keeps the session until the process ends: what is written
         through it later must not hit pages of others.
         """
@@ -253,7 +255,7 @@ class MaruHandler(KeyCalls):
             except MaruError as error:
                 logs.get_logger(__name__).warning("session kept until the process ends", reason=str(error))
                 self._goodbye = False
-        self._upkeep.stop(may_end=self._goodbye)
+        self._upkeep.stop(may_end=self._goodbye and may_end)
 
     def __enter__(self) -> MaruHandler:
         return self

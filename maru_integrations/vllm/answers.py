@@ -63,6 +63,11 @@ class Answers:
             self._released.discard(op.load_id)
             report.failed_blocks.update(failed_blocks)
 
+    def blocks_failed(self, blocks: Iterable[int]) -> None:
+        """These hold undefined KV, or a step may have read them before they were filled; their load was answered."""
+        with self._lock:
+            self._next.failed_blocks.update(blocks)
+
     def loads_took(self, nbytes: int, seconds: float) -> None:
         """Loads moved ``nbytes`` in ``seconds`` of work."""
         with self._lock:

@@ -77,6 +77,21 @@ def preempted(scheduler_output: Any) -> Sequence[str]:
     return tuple(getattr(scheduler_output, "preempted_req_ids", None) or ())
 
 
+def runs_layer_hooks() -> bool:
+    """Whether the forward pass that is about to begin calls a hook before each layer. Asked while metadata is bound.
+
+    Not when it replays one CUDA graph of the whole model, nor in a step without a forward pass. Where vLLM shows no
+    forward context yet (its V2 runner before a full graph), the answer is no.
+    """
+    from vllm.config import CUDAGraphMode
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    if not is_forward_context_available():
+        return False
+    context = get_forward_context()
+    return context.attn_metadata is not None and context.cudagraph_runtime_mode != CUDAGraphMode.FULL
+
+
 def element_size(dtype: Any) -> int:
     """Bytes of one element of a torch dtype."""
     import torch

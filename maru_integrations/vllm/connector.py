@@ -21,7 +21,7 @@ from maru_integrations.vllm import compat, setup
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.engines import EngineChooser
 from maru_integrations.vllm.guard import Guard
-from maru_integrations.vllm.metadata import MaruConnectorMetadata, MaruHandshake
+from maru_integrations.vllm.metadata import ERROR, MaruConnectorMetadata, MaruHandshake
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +46,8 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: MaruScheduler | None = None
         self._worker: MaruWorker | None = None
         self._answers = Answers()
+        #: Parked requests that vLLM has noted as received since the last step was planned.
+        self._received: set[str] = set()
         self._refused: str | None = None
         config, plugins = setup.read_config(vllm_config)
         plan = self._guard.run(
@@ -86,7 +88,6 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             stores=transfer.is_kv_producer,
             parks=compat.parks_hits(self._vllm_config) or plan.config.async_load,
             lookup_timeout=plan.config.lookup_timeout,
-            objects_per_chunk=plan.objects_per_chunk,
         )
         try:
             handler = setup.connect(plan, "scheduler")
@@ -139,11 +140,13 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             return MaruConnectorMetadata()
         loads = scheduler.take_loads()
         stores = self._guard.run("plan_stores", list, scheduler.plan_stores, scheduler_output)
-        return MaruConnectorMetadata(scheduler.weights_epoch, loads, stores)
+        received, self._received = self._received, set()
+        return MaruConnectorMetadata(scheduler.weights_epoch, loads, stores, received=tuple(received))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """The workers' answers."""
         if self._scheduler is not None:
+            self._received.update(connector_output.finished_recving or ())
             self._guard.run("worker_output", lambda: None, self._scheduler.worker_output, connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -186,9 +189,9 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
         worker = MaruWorker(
             lambda: setup.open_link(plan, paged, layers, chooser),
             self._answers,
-            block_size=plan.geometry.block_size,
-            chunk_tokens=plan.chunk_tokens,
-            objects_per_chunk=plan.objects_per_chunk,
+            setup.chunk_shape(plan, paged),
+            layer_names=plan.geometry.layer_names,
+            threads=setup.threads_of(plan, paged, layers[0].device),
             log_timing=plan.config.log_timing,
         )
         self._guard.run("connect", lambda: None, self._connect_worker, worker)
@@ -205,8 +208,20 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Tells the scheduler side whether this worker can serve the layout."""
         return None if self._plan is None else MaruHandshake(self._refused)
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Let go of blocks that vLLM gives to others in this step."""
+        if self._worker is not None and isinstance(kv_connector_metadata, MaruConnectorMetadata):
+            self._guard.run("preempt", lambda: None, self._worker.preempt, kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins."""
+        super().bind_connector_metadata(connector_metadata)
+        metadata = self._metadata()
+        if metadata is not None and self._worker is not None:
+            self._guard.run("begin", lambda: None, self._worker.begin, metadata, not compat.runs_layer_hooks())
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Do this step's loads."""
+        """Do this step's loads, or hand them to the loader."""
         metadata = self._metadata()
         if metadata is None or not metadata.loads:
             return
@@ -217,22 +232,32 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._answers.load_ended(op, 0, op.blocks)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are complete when ``start_load_kv`` returns."""
+        """Wait for this layer of requests that went on before all of it was loaded."""
+        if self._worker is not None:
+            self._guard.run("wait_layer", lambda: None, self._worker.wait_layer, layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Stores are done in one piece, in ``wait_for_save``."""
 
     def wait_for_save(self) -> None:
-        """Do this step's stores."""
+        """Do this step's stores, or hand them to the saver."""
         metadata = self._metadata()
-        if metadata is not None and self._worker is not None:
+        if metadata is None:
+            return
+        if self._worker is not None:
             self._guard.run("store", lambda: None, self._worker.store, metadata)
+            return
+        for op in metadata.stores:
+            if op.asynchronous:
+                self._answers.store_ended(op, 0, ERROR)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Held requests that no store reads any more, and parked ones whose load has ended."""
         metadata = self._metadata()
         if metadata is not None:
             self._answers.hold(metadata.held)
+        if self._worker is not None:
+            self._guard.run("end", lambda: None, self._worker.end)
         sent, received = self._answers.take_finished()
         return sent or None, received or None
 

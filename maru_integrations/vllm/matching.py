@@ -7,6 +7,7 @@ from collections.abc import Callable
 from maru_core import logs
 from maru_core.client import Lease, MaruHandler
 from maru_core.errors import MaruError
+from maru_core.protocol import Presence
 from maru_integrations.vllm.requests import Hit, Lookup, RequestState
 
 #: How long one call may wait for an answer that is usually there after a fifth of it, in seconds.
@@ -29,14 +30,12 @@ class Matcher:
         *,
         chunk_tokens: int,
         block_size: int,
-        objects_per_chunk: int = 1,
         lookup_timeout: float,
         clock: Callable[[], float],
     ) -> None:
         self._handler = handler
         self._chunk = chunk_tokens
         self._block = block_size
-        self._objects = objects_per_chunk
         self._timeout = lookup_timeout
         self._clock = clock
         self._log = logs.get_logger(__name__)
@@ -125,7 +124,7 @@ class Matcher:
             state.asked = True
             return False
         chain.extend(state.request.all_token_ids, end * self._chunk)
-        pending = self._handler.submit_acquire(chain.object_keys(first, end), leading=True)
+        pending = self._handler.submit_acquire(chain.keys[first:end], leading=True)
         state.lookup = Lookup(pending, first, self._clock() + self._timeout)
         return True
 
@@ -133,9 +132,12 @@ class Matcher:
         return self._handler.holds(lease.epoch)
 
     def _usable(self, lease: Lease) -> int:
-        """Chunks from the front all of whose objects are there and have not failed before."""
-        count = lease.leading
-        if self._bad:
-            items = zip(lease.keys[:count], lease.entries, lease.generations, strict=False)
-            count = next((index for index, item in enumerate(items) if item in self._bad), count)
-        return count // self._objects
+        """Chunks from the front that are there and have not failed before."""
+        count = 0
+        for status, item in zip(
+            lease.statuses, zip(lease.keys, lease.entries, lease.generations, strict=True), strict=True
+        ):
+            if status != Presence.READY or item in self._bad:
+                break
+            count += 1
+        return count

@@ -36,7 +36,7 @@ class Outstanding:
 
 @frozen
 class SchedulerSettings:
-    """What the scheduler side needs to know of the engine. Sizes in tokens; ``objects_per_chunk`` as in KeyChain."""
+    """What the scheduler side needs to know of the engine. Sizes in tokens."""
 
     chunk_tokens: int
     block_size: int
@@ -44,7 +44,6 @@ class SchedulerSettings:
     stores: bool
     parks: bool
     lookup_timeout: float
-    objects_per_chunk: int = 1
 
 
 class MaruScheduler:
@@ -70,7 +69,6 @@ class MaruScheduler:
             handler,
             chunk_tokens=settings.chunk_tokens,
             block_size=settings.block_size,
-            objects_per_chunk=settings.objects_per_chunk,
             lookup_timeout=settings.lookup_timeout,
             clock=clock,
         )
@@ -126,8 +124,7 @@ class MaruScheduler:
         chunk_tokens, block_size = self._settings.chunk_tokens, self._settings.block_size
         first, last = hit.local, hit.local + external
         chunk, end_chunk = first // chunk_tokens, -(-last // chunk_tokens)
-        objects = self._settings.objects_per_chunk
-        low, high = (chunk - hit.first_chunk) * objects, (end_chunk - hit.first_chunk) * objects
+        low, high = chunk - hit.first_chunk, end_chunk - hit.first_chunk
         lease = hit.lease
         state.hit = None
         state.known = range(chunk, end_chunk)
@@ -249,8 +246,8 @@ class MaruScheduler:
         return StoreOp(
             request_id=str(state.request.request_id),
             chunks=chunks,
-            keys=[key for chunk in chunks for key in state.chain.object_keys(chunk, chunk + 1)],
-            parents=[parent for chunk in chunks for parent in state.chain.object_parents(chunk)],
+            keys=[state.chain.keys[chunk] for chunk in chunks],
+            parents=[state.chain.parent(chunk) for chunk in chunks],
             blocks=blocks,
         )
 
@@ -276,20 +273,18 @@ class MaruScheduler:
         if done is None:
             return
         self._handler.release(done.lease)
-        objects = self._settings.objects_per_chunk
-        if good < (done.end_chunk - done.chunk) * objects:
-            index = (done.chunk - done.lease_chunk) * objects + good
+        if good < done.end_chunk - done.chunk:
+            index = done.chunk - done.lease_chunk + good
             lease = done.lease
             self._matcher.remember_bad(lease.keys[index], lease.entries[index], lease.generations[index])
             state = self._states.get(done.request_id)
             if state is not None:
                 state.failed = True
-                # A chunk counts with all of its objects only.
-                state.known = range(done.chunk, done.chunk + good // objects)
-                state.next_chunk = min(state.next_chunk, done.chunk + good // objects)
+                state.known = range(done.chunk, done.chunk + good)
+                state.next_chunk = min(state.next_chunk, done.chunk + good)
             else:
                 self._departed.append(done.blocks)
-            self._log.warning("maru.load_failed", request=done.request_id, chunk=done.chunk + good // objects)
+            self._log.warning("maru.load_failed", request=done.request_id, chunk=done.chunk + good)
 
     def _quarantine(self, failed: set[int]) -> None:
         """Failed blocks, and all that was computed on them, leave vLLM's prefix cache and are not stored.
@@ -346,8 +341,6 @@ class MaruScheduler:
                 self._log.warning("maru.request_not_cached", reason=reason)
             chain = None
             if reason is None:
-                settings = self._settings
-                salt = support.salt_of(request)
-                chain = KeyChain(self._root, settings.chunk_tokens, salt, settings.objects_per_chunk)
+                chain = KeyChain(self._root, self._settings.chunk_tokens, support.salt_of(request))
             state = self._states[request.request_id] = RequestState(request, chain)
         return state

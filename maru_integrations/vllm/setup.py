@@ -11,19 +11,25 @@ from attrs import frozen
 from maru_core import logs
 from maru_core.client import MaruHandler
 from maru_core.config import MaruConfig, PluginSettings
-from maru_core.contracts import PoolRegistrar, UsesPinnedMemory
+from maru_core.contracts import PoolRegistrar, Transfer, UsesPinnedMemory
 from maru_core.geometry import ObjectLayout, PagedLayout
 from maru_core.host import PluginHost
 from maru_core.namespace import Namespace
 from maru_integrations.vllm import compat, support
 from maru_integrations.vllm.compat import KVGeometry
+from maru_integrations.vllm.copies import ChunkShape
 from maru_integrations.vllm.cpu_isa import cpu_attention_isa
 from maru_integrations.vllm.engines import EngineChooser
 from maru_integrations.vllm.identity import namespace_of
 from maru_integrations.vllm.layout import describe_layout
-from maru_integrations.vllm.worker import Link
+from maru_integrations.vllm.loader import LoaderSettings
+from maru_integrations.vllm.moving import Link
+from maru_integrations.vllm.saver import SaverSettings
+from maru_integrations.vllm.streams import lane_for
+from maru_integrations.vllm.worker import Threads
 from maru_transfer.cuda_driver import CudaDriver
-from maru_transfer.pinning import HeldTransfer, PinnedPools
+from maru_transfer.held import held
+from maru_transfer.pinning import PinnedPools
 from maru_transfer.selection import Pages
 
 #: Largest allocation granule that is derived from the KV geometry, in bytes.
@@ -43,11 +49,6 @@ class Plan:
     stored: ObjectLayout
 
     @property
-    def objects_per_chunk(self) -> int:
-        """1, or in the layerwise format the number of layers."""
-        return len(self.geometry.layer_names) if self.config.use_layerwise else 1
-
-    @property
     def granule(self) -> int:
         """Allocation granule for a server that this engine starts, in bytes."""
         return self.config.chunk_size or granule_for(self.stored.nbytes)
@@ -60,12 +61,14 @@ def read_config(vllm_config: Any) -> tuple[MaruConfig, PluginSettings]:
 
 
 def warn_of_idle_knobs(config: MaruConfig) -> None:
-    """One warning for each setting that asks for something this version does not do yet."""
-    for name in ("async_store", "overlap_load_with_compute"):
-        if getattr(config, name):
-            logs.get_logger(__name__).warning(
-                "maru.setting_without_effect", setting=f"maru_{name}", reason="not available in this version"
-            )
+    """One warning for each setting that asks for something that is not done, with the reason."""
+    idle = {}
+    if config.use_layerwise:
+        idle["maru_use_layerwise"] = "not available in this version"
+    if config.overlap_load_with_compute and not config.async_load:
+        idle["maru_overlap_load_with_compute"] = "it needs maru_async_load"
+    for setting, reason in idle.items():
+        logs.get_logger(__name__).warning("maru.setting_without_effect", setting=setting, reason=reason)
 
 
 def make_plan(vllm_config: Any, kv_cache_config: Any, config: MaruConfig, plugins: PluginSettings) -> Plan | str:
@@ -79,7 +82,7 @@ def make_plan(vllm_config: Any, kv_cache_config: Any, config: MaruConfig, plugin
     chunk_tokens = aligned_chunk(config.kv_chunk_tokens, geometry.block_size)
     stored = ObjectLayout(
         num_planes=2,
-        num_layers=1 if config.use_layerwise else len(geometry.layer_names),
+        num_layers=len(geometry.layer_names),
         chunk_tokens=chunk_tokens,
         hidden=geometry.num_kv_heads * geometry.head_size,
         element_size=geometry.element_size,
@@ -156,19 +159,51 @@ def describe(plan: Plan, vllm_config: Any, caches: Mapping[str, Any]) -> tuple[P
     )
 
 
+def chunk_shape(plan: Plan, paged: PagedLayout) -> ChunkShape:
+    """How a worker's blocks, chunks and objects go together."""
+    objects = paged.num_layers // plan.stored.num_layers
+    return ChunkShape(plan.geometry.block_size, plan.chunk_tokens, plan.stored.nbytes * objects, objects)
+
+
+def threads_of(plan: Plan, paged: PagedLayout, device: Any) -> Threads:
+    """Which threads a worker has beside vLLM's own."""
+    config = plan.config
+    loads = stores = None
+    if config.async_load:
+        early = config.overlap_release_after_layers if config.overlap_load_with_compute else 0
+        loads = LoaderSettings(release_after=early, num_layers=paged.num_layers, log_timing=config.log_timing)
+    if config.async_store:
+        page = len(paged.planes) * paged.num_layers * paged.block_size * paged.hidden * paged.element_size
+        # What waits to be stored keeps its blocks from others.
+        stores = SaverSettings(limit_bytes=paged.num_blocks * page // 4, log_timing=config.log_timing)
+    return Threads(lambda: lane_for(device), loads, stores)
+
+
 def open_link(plan: Plan, paged: PagedLayout, layers: list[Any], chooser: EngineChooser) -> Link:
-    """Choose a transfer engine, bind it to the tensors, and connect; raises MaruError."""
+    """Choose a transfer engine, bind it to the tensors, and connect; raises MaruError.
+
+    A transfer is used by one thread at a time: with threads beside vLLM's own there are two, one for loads and one for
+    stores, each with its own staging memory.
+    """
     host = PluginHost.discover(plan.plugins)
     device = layers[0].device
     engine = chooser.choose(host, plan.config, Pages(paged, plan.stored, device.type))
-    transfer = engine.open(layers, paged, plan.stored)
     pools = pinned_pools(plan.config, device)
-    if pools is not None:
-        if isinstance(transfer, UsesPinnedMemory):
-            transfer.use_pinned(pools)
-        transfer = HeldTransfer(transfer, pools)
+    opened: list[Transfer] = []
     try:
-        return Link(connect(plan, "worker", device.type, pools, engine.name), transfer, plan.stored)
+        for _ in range(2 if plan.config.async_load or plan.config.async_store else 1):
+            transfer = engine.open(layers, paged, plan.stored)
+            opened.append(transfer)
+            if pools is not None:
+                if isinstance(transfer, UsesPinnedMemory):
+                    transfer.use_pinned(pools)
+                opened[-1] = held(transfer, pools)
+        if len(opened) > 1:
+            staging = sum(getattr(transfer, "staging_bytes", 0) for transfer in opened)
+            logs.get_logger(__name__).info("maru.transfers", count=len(opened), staging_bytes=staging)
+        handler = connect(plan, "worker", device.type, pools, engine.name)
+        return Link(handler, opened[0], plan.stored, opened[1] if len(opened) > 1 else None)
     except BaseException:
-        transfer.close()
+        for transfer in opened:
+            transfer.close()
         raise

@@ -1,182 +1,249 @@
-"""Worker side of the connector: map the pool, move bytes, answer for every load."""
+"""Worker side of the connector: what is done in a step, what is handed to the threads beside it, and the fences."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 
-from attrs import define
+from attrs import frozen
 
 from maru_core import logs
-from maru_core.client import Grants, MaruHandler
-from maru_core.contracts import Transfer
 from maru_core.errors import TransferError
-from maru_core.geometry import ChunkCopy, ObjectLayout
-from maru_core.protocol import CommitStatus
 from maru_integrations.vllm.answers import Answers
-from maru_integrations.vllm.metadata import LoadOp, MaruConnectorMetadata, StoreOp
+from maru_integrations.vllm.copies import ChunkShape, chunks_of, failed_blocks, items_of, problem_of
+from maru_integrations.vllm.loader import Loader, LoaderSettings
+from maru_integrations.vllm.metadata import ERROR, LOAD_FAILED, PREEMPTED, LoadOp, MaruConnectorMetadata, StoreOp
+from maru_integrations.vllm.moving import Link, fetch, write
+from maru_integrations.vllm.overlap import LayerHooks
+from maru_integrations.vllm.saver import Saver, SaverSettings
+from maru_integrations.vllm.streams import Lane
+
+#: Steps that may have been planned before vLLM heard that a load failed whose request was computing already. More than
+#: any engine has in flight; those steps store nothing.
+_STEPS_IN_FLIGHT = 8
 
 
-@define
-class Link:
-    """What a worker needs to move bytes: its session, and its paged memory bound to a transfer engine."""
+@frozen
+class Threads:
+    """What is done beside the steps; ``None``: within them. ``lane`` makes the lane of one thread."""
 
-    handler: MaruHandler
-    transfer: Transfer
-    stored: ObjectLayout
+    lane: Callable[[], Lane]
+    loads: LoaderSettings | None = None
+    stores: SaverSettings | None = None
 
 
 class MaruWorker:
-    """One per rank, on the worker's main thread.
+    """One per rank, on vLLM's thread of this worker.
 
-    Invariants: every load of a step is answered once, as good only when its bytes were proven after the copy to be
-    those that were granted; a step in which a load failed stores nothing.
+    Invariants: every load is answered once, as good only when its bytes were proven after the copy to be those that
+    were granted; nothing is stored that a step computed while a load that it may have read failed; blocks that vLLM
+    gives away are neither read nor written to any more.
     """
 
     def __init__(
         self,
         opener: Callable[[], Link],
         answers: Answers,
+        shape: ChunkShape,
         *,
-        block_size: int,
-        chunk_tokens: int,
-        objects_per_chunk: int = 1,
-        log_timing: bool,
+        layer_names: Sequence[str] = (),
+        threads: Threads | None = None,
+        log_timing: bool = False,
     ) -> None:
+        """``layer_names`` in true layer order."""
         self._opener = opener
         self._answers = answers
-        self._block = block_size
-        self._chunk = chunk_tokens
-        self._objects = objects_per_chunk
+        self._shape = shape
         self._log_timing = log_timing
         self._log = logs.get_logger(__name__)
         self._link: Link | None = None
+        self._connecting = threading.Lock()
+        self._hooks = LayerHooks(layer_names)
+        self._loader: Loader | None = None
+        self._saver: Saver | None = None
+        if threads is not None and threads.loads is not None:
+            self._loader = Loader(
+                self.connect, shape, answers, threads.lane(), threads.loads, on_late_failure=self._failed_late
+            )
+        if threads is not None and threads.stores is not None:
+            self._saver = Saver(self.connect, shape, answers, threads.lane(), threads.stores)
+        #: A load that this step's forward pass needed failed.
         self._load_failed = False
+        self._distrusted_steps = 0
+        #: Loads that this step's forward pass reads layer by layer while they arrive.
+        self._read_early: list[LoadOp] = []
+        #: Asynchronous stores of a step whose ``wait_for_save`` has not come (0.22 leaves it out of empty steps).
+        self._announced: list[StoreOp] = []
+        self._weights_epoch = 0
         self._told: set[str] = set()
 
-    def connect(self) -> None:
+    def connect(self) -> Link:
         """Map the pool and bind the KV tensors; raises MaruError. Tried again by the first step that needs it."""
-        if self._link is None:
-            self._link = self._opener()
+        with self._connecting:
+            if self._link is None:
+                self._link = self._opener()
+            return self._link
 
-    # -- loads ---------------------------------------------------------------------------------------------------
+    # -- the step begins -------------------------------------------------------------------------------------------
+
+    def preempt(self, metadata: MaruConnectorMetadata) -> None:
+        """Before this returns, blocks that were taken away are neither read nor written to any more."""
+        gone = [op for op in self._announced if op.request_id in metadata.preempted]
+        self._announced = [op for op in self._announced if op.request_id not in metadata.preempted]
+        self._not_stored(gone, PREEMPTED)
+        if self._saver is not None:
+            self._saver.preempt(metadata.preempted)
+        if self._loader is not None:
+            self._loader.cancel(metadata.cancelled_loads)
+            self._loader.drain(metadata.preempted)
+
+    def begin(self, metadata: MaruConnectorMetadata, whole_graph: bool) -> None:
+        """A step begins; ``whole_graph``: no layer's hook will be called in it, or nobody knows."""
+        self._submit_announced()
+        self._weights_epoch = metadata.weights_epoch
+        self._announced = [op for op in metadata.stores if op.asynchronous]
+        for op in self._announced:
+            self._answers.store_queued(op)
+        if self._loader is None:
+            return
+        in_use = self._loader.in_use
+        in_use.use(metadata.received)
+        arriving = in_use.ops()
+        if self._hooks.begin_step(whole_graph, bool(arriving)):
+            for layer in range(len(self._hooks.index)):
+                in_use.wait_layer(layer)
+        else:
+            self._read_early = arriving
+
+    # -- loads -----------------------------------------------------------------------------------------------------
 
     def load(self, loads: Sequence[LoadOp]) -> None:
-        """Copy every object into its blocks; what could not be copied is reported, never raised."""
+        """Load, or have loaded; what could not be copied is reported, never raised."""
+        if self._loader is not None:
+            self._loader.submit([op for op in loads if op.parked])
+            loads = [op for op in loads if not op.parked]
         for op in loads:
             good = 0
             try:
                 good = self._load(op)
             except Exception as error:  # noqa: BLE001 - whatever it is, the scheduler must hear that this load failed
                 self._log.warning("maru.load_error", request=op.request_id, error=str(error))
-            self._answer(op, good)
+            failed = failed_blocks(op, self._shape, good)
+            if failed:
+                self._load_failed = True
+            self._answers.load_ended(op, good * self._shape.objects, failed)
 
     def _load(self, op: LoadOp) -> int:
         start = time.perf_counter()
-        wanted = self._objects_of(op)
-        if any(len(column) != wanted for column in (op.entries, op.generations, op.lengths, op.keys)):
-            raise TransferError(f"request {op.request_id}: {len(op.entries)} objects, {wanted} are needed")
-        self.connect()
-        assert self._link is not None
-        located = self._link.handler.adopt(op.epoch, op.entries, op.generations, op.lengths, op.keys)
-        base = op.chunk * self._chunk
-        copies = []
-        for index in range(wanted):
-            chunk, layer = self._place(index)
-            first, last = max(op.first - base, chunk * self._chunk), min(op.last - base, (chunk + 1) * self._chunk)
-            copies.append(ChunkCopy(chunk, first, last, located.view(index), layer))
-        with located.reading():
-            self._link.transfer.load(op.blocks, copies)
-        good = next((index for index, fine in enumerate(located.check()) if not fine), wanted)
+        problem = problem_of(op, self._shape)
+        if problem is not None:
+            raise TransferError(problem)
+        chunks = chunks_of(op, self._shape)
+        good = fetch(self.connect(), op, self._shape, range(chunks))
+        took = time.perf_counter() - start
+        self._answers.loads_took(chunks * self._shape.nbytes, took)
         if self._log_timing:
-            self._log.info("maru.load", request=op.request_id, objects=wanted, ms=_since(start))
+            self._log.info("maru.load", request=op.request_id, chunks=chunks, ms=round(took * 1000, 2))
         return good
 
-    def _answer(self, op: LoadOp, good: int) -> None:
-        failed: Sequence[int] = ()
-        if good < self._objects_of(op):
-            self._load_failed = True
-            base = op.chunk * self._chunk
-            first_bad = max(op.first, base + self._place(good)[0] * self._chunk)
-            failed = op.blocks[(first_bad - base) // self._block : -(-(op.last - base) // self._block)]
-        self._answers.load_ended(op, good, failed)
+    def wait_layer(self, name: str) -> None:
+        """The forward pass is about to read this layer's KV."""
+        if self._loader is None:
+            return
+        layer = self._hooks.called(name)
+        if layer is not None:
+            self._loader.in_use.wait_layer(layer)
 
-    def _objects_of(self, op: LoadOp) -> int:
-        """How many objects hold what a load asks for."""
-        return (-(-op.last // self._chunk) - op.chunk) * self._objects
+    def _failed_late(self) -> None:
+        self._distrusted_steps = _STEPS_IN_FLIGHT
 
-    def _place(self, index: int) -> tuple[int, int | None]:
-        """The chunk that an object belongs to, counted from the first one, and the layer that it holds."""
-        chunk, layer = divmod(index, self._objects)
-        return chunk, layer if self._objects > 1 else None
-
-    # -- stores --------------------------------------------------------------------------------------------------
+    # -- stores ----------------------------------------------------------------------------------------------------
 
     def store(self, metadata: MaruConnectorMetadata) -> None:
-        """Copy the chunks that this step completed into the pool; failures skip, never raise."""
+        """Store, or have stored, the chunks that this step completed; failures skip, never raise."""
+        self.settle()
         failed, self._load_failed = self._load_failed, False
-        if not metadata.stores:
-            return
+        if self._distrusted_steps:
+            self._distrusted_steps -= 1
+            failed = True
+        now = [op for op in metadata.stores if not op.asynchronous]
         if failed:
-            self._answers.unsaved(metadata.stores)
+            self._answers.unsaved(now)
+            announced, self._announced = self._announced, []
+            self._not_stored(announced, LOAD_FAILED)
             return
+        self._submit_announced()
+        if now:
+            self._store(now, metadata.weights_epoch)
+
+    def settle(self) -> None:
+        """The forward pass is queued: find out whether the loads that it may have read have failed."""
+        if self._loader is None:
+            return
+        arriving, self._read_early = self._read_early, []
+        if self._hooks.end_step():
+            self._log.error(
+                "maru.no_layer_hooks",
+                requests=[op.request_id for op in arriving],
+                effect="what was loaded while this step ran counts as failed; requests wait for all layers from now on",
+            )
+            self._failed_late()
+            for op in arriving:
+                self._answers.blocks_failed(failed_blocks(op, self._shape, 0))
+        self._loader.settle()
+
+    def _submit_announced(self) -> None:
+        announced, self._announced = self._announced, []
+        if not announced:
+            return
+        if self._saver is not None:
+            self._saver.submit(announced, self._weights_epoch)
+            return
+        for op in announced:
+            kept, reason = self._store([op], self._weights_epoch)
+            self._answers.store_ended(op, kept, reason)
+
+    def _not_stored(self, ops: Sequence[StoreOp], reason: str) -> None:
+        for op in ops:
+            self._answers.dropped(reason, len(op.keys))
+            self._answers.store_ended(op, 0, reason)
+
+    def _store(self, ops: Sequence[StoreOp], weights_epoch: int) -> tuple[int, str]:
+        start = time.perf_counter()
+        items = items_of(ops, self._shape)
+        kept, reason = 0, ERROR
         try:
-            self._store(metadata.stores, metadata.weights_epoch)
+            kept, reason = write(self.connect(), items, self._shape, weights_epoch)
         except Exception as error:  # noqa: BLE001 - a store that fails is a store less
             kind = type(error).__name__
             if kind not in self._told:
                 self._told.add(kind)
                 self._log.warning("maru.store_skipped", error=str(error), kind=kind, told="once per kind")
-
-    def _store(self, ops: Sequence[StoreOp], weights_epoch: int) -> None:
-        start = time.perf_counter()
-        self.connect()
-        assert self._link is not None
-        handler, stored = self._link.handler, self._link.stored
-        if not handler.is_up:
-            return
-        keys = [key for op in ops for key in op.keys]
-        parents = [parent for op in ops for parent in op.parents]
-        per_chunk = self._chunk // self._block
-        sources = [
-            op.blocks[index * per_chunk : (index + 1) * per_chunk] for op in ops for index in range(len(op.chunks))
-        ]
-        grants = handler.reserve(keys, stored.nbytes, parents, weights_epoch=weights_epoch)
-        new = grants.new
-        if not new:
-            return
-        try:
-            self._copy_out(handler, grants, new, sources)
-            statuses = handler.commit(grants, new, checksums=True)
-        except BaseException:
-            handler.abort(grants, new)
-            raise
+        self._answers.dropped(reason, len(items) - kept)
         if self._log_timing:
-            kept = sum(status == CommitStatus.OK for status in statuses)
-            self._log.info("maru.store", objects=len(keys), new=len(new), committed=kept, ms=_since(start))
+            took = round((time.perf_counter() - start) * 1000, 2)
+            self._log.info("maru.store", objects=len(items), kept=kept, ms=took)
+        return kept, reason
 
-    def _copy_out(
-        self, handler: MaruHandler, grants: Grants, new: Sequence[int], sources: Sequence[Sequence[int]]
-    ) -> None:
-        assert self._link is not None
-        # Chunks with something to copy, in a row of their own.
-        rows: dict[int, int] = {}
-        copies = []
-        for index in new:
-            chunk, layer = self._place(index)
-            row = rows.setdefault(chunk, len(rows))
-            first, last = row * self._chunk, (row + 1) * self._chunk
-            copies.append(ChunkCopy(row, first, last, handler.room(grants, index), layer))
-        blocks = [block for chunk in rows for block in sources[chunk]]
-        self._link.transfer.store(blocks, copies)
+    # -- the step ends ---------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Before answers are taken: everything that the step has read is known, and what is late is answered."""
+        self.settle()
+        for thread in (self._loader, self._saver):
+            if thread is not None:
+                thread.poll()
 
     def close(self) -> None:
-        """Unmap and end the session."""
-        if self._link is not None:
-            self._link.transfer.close()
-            self._link.handler.close()
-            self._link = None
-
-
-def _since(start: float) -> float:
-    return round((time.perf_counter() - start) * 1000, 2)
+        """End the threads, in bounded time, unmap, and end the session."""
+        ended = [thread.close() for thread in (self._loader, self._saver) if thread is not None]
+        link, self._link = self._link, None
+        if link is None:
+            return
+        if all(ended):
+            link.close()
+        else:
+            # A copy has not returned: what it touches stays mapped and ours until the process ends.
+            self._log.error("maru.thread_stuck", effect="session and memory are kept until the process ends")
+            link.abandon()

@@ -21,7 +21,8 @@ from paged_forms import FORMS, Engine, Size
 from maru_core.geometry import ChunkCopy
 from maru_transfer.cuda_driver import ALREADY_REGISTERED, OUT_OF_MEMORY, CudaDriver, DriverError
 from maru_transfer.device_copy import DeviceTransfer
-from maru_transfer.pinning import HeldTransfer, PinnedPools, address_of
+from maru_transfer.held import HeldTransfer
+from maru_transfer.pinning import PinnedPools, address_of
 from maru_transfer.torch_copy import TorchCopyEngine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

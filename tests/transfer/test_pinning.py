@@ -30,7 +30,8 @@ from maru_transfer.cuda_driver import (
     CudaDriver,
     DriverError,
 )
-from maru_transfer.pinning import HeldTransfer, Pace, PinnedPools, address_of, memlock_hint, pieces
+from maru_transfer.held import HeldTransfer
+from maru_transfer.pinning import Pace, PinnedPools, address_of, memlock_hint, pieces
 
 PAGE = resource.getpagesize()
 PIECE = 4 * MIB

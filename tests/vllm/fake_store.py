@@ -81,6 +81,9 @@ class FakeLocated:
     def reading(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def verify(self) -> list[bool]:
+        return self.check()
+
     def check(self) -> list[bool]:
         found = [self.store.by_entry[entry] for entry in self.entries]
         return [
@@ -228,5 +231,5 @@ class FakeHandler:
         self.weights_epoch = self.store.weights_epoch
         return self.weights_epoch
 
-    def close(self) -> None:
+    def close(self, *, may_end: bool = True) -> None:
         self.closed = True

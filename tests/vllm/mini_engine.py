@@ -35,7 +35,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from maru_core.geometry import ObjectLayout, PagedLayout, PlaneStrides
 from maru_integrations.vllm import setup
 from maru_integrations.vllm.connector import MaruKVConnector
-from maru_integrations.vllm.worker import Link, MaruWorker
+from maru_integrations.vllm.copies import ChunkShape
+from maru_integrations.vllm.moving import Link
+from maru_integrations.vllm.worker import MaruWorker, Threads
 from maru_transfer.torch_copy import TorchCopyEngine
 from tests.vllm.fake_store import FakeHandler, FakeStore
 
@@ -234,8 +236,12 @@ def make_engine(
     extra: dict[str, Any] | None = None,
     prefix_caching: bool = True,
     handler: Callable[[FakeStore], Any] = FakeHandler,
+    threads: Threads | None = None,
 ) -> Engine:
-    """An engine on ``store``; ``extra`` goes into the connector's settings."""
+    """An engine on ``store``; ``extra`` goes into the connector's settings.
+
+    Without ``threads`` everything is done within the steps, whatever the settings say.
+    """
     cache = CacheConfig(
         block_size=BLOCK,
         gpu_memory_utilization=0.5,
@@ -288,16 +294,13 @@ def make_engine(
     shape = caches[0].stride()
     planes = tuple(PlaneStrides(plane * shape[0], shape[1], shape[2], shape[3], shape[4]) for plane in range(2))
     paged = PagedLayout(planes, LAYERS, num_blocks, BLOCK, HEADS, SIZE, 2)
-    plan = worker._plan
-    assert plan is not None
-    stored = ObjectLayout(2, LAYERS // plan.objects_per_chunk, CHUNK, HEADS * SIZE, 2)
+    stored = ObjectLayout(2, LAYERS, CHUNK, HEADS * SIZE, 2)
     worker._worker = MaruWorker(
         lambda: Link(handler(store), TorchCopyEngine().open(caches, paged, stored), stored),
         worker._answers,
-        block_size=BLOCK,
-        chunk_tokens=CHUNK,
-        objects_per_chunk=plan.objects_per_chunk,
-        log_timing=False,
+        ChunkShape(BLOCK, CHUNK, stored.nbytes),
+        layer_names=names,
+        threads=threads,
     )
     side.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
     engine = Engine(scheduler, side, worker, store, caches, get_request_block_hasher(BLOCK, hash_fn))
@@ -366,18 +369,16 @@ def watch(engine: Engine) -> None:
 
 
 def check_store(store: FakeStore, prompts: Sequence[Sequence[int]], root_of: Callable[[Sequence[int]], Any]) -> int:
-    """Compare every stored object with what the model would have written; returns how many chunks are whole."""
+    """Compare every stored object with what the model would have written; returns how many there were."""
     count = 0
     for tokens in prompts:
         keys = root_of(tokens)
         values = chain(tokens)
-        objects = len(keys) // max(1, len(tokens) // CHUNK)
-        there = [key for key in keys if key in store.objects and store.objects[key].ready]
-        for key in there:
-            index, layer = divmod(keys.index(key), objects)
+        for index, key in enumerate(keys):
+            found = store.objects.get(key)
+            if found is None or not found.ready:
+                continue
             want = torch.stack([kv_of(value) for value in values[index * CHUNK : (index + 1) * CHUNK]], dim=2)
-            want = want[:, layer : layer + 1] if objects > 1 else want
-            held = bytes(store.objects[key].data)
-            assert held == want.contiguous().numpy().tobytes(), f"chunk {index}, object {layer} holds wrong bytes"
-        count += sum(set(keys[first : first + objects]) <= set(there) for first in range(0, len(keys), max(1, objects)))
+            assert bytes(found.data) == want.contiguous().numpy().tobytes(), f"chunk {index} holds wrong bytes"
+            count += 1
     return count

@@ -32,7 +32,7 @@ from maru_integrations.vllm.compat import KVGeometry
 from maru_integrations.vllm.connector import MaruKVConnector
 from maru_integrations.vllm.engines import EngineChooser
 from maru_integrations.vllm.identity import namespace_of, weights_fingerprint
-from maru_transfer.pinning import HeldTransfer
+from maru_transfer.held import HeldTransfer
 
 GEOMETRY = KVGeometry(("model.layers.0.attn",), 16, 8, 2, 64, 2, "bfloat16", "auto")
 
@@ -78,7 +78,6 @@ def test_every_fact_gives_another_namespace() -> None:
         namespace_of(fake_config(), evolve(GEOMETRY, layer_names=("a.0", "a.1")), 256, config),
         namespace_of(fake_config(), GEOMETRY, 128, config),
         namespace_of(fake_config(), GEOMETRY, 256, MaruConfig(cache_namespace="tenant")),
-        namespace_of(fake_config(), GEOMETRY, 256, MaruConfig(use_layerwise=True)),
     ]
     assert len({base.digest, *(other.digest for other in others)}) == len(others) + 1
     # Page geometry and names do not: unlike instances share.
@@ -272,32 +271,15 @@ def test_a_layout_that_only_the_worker_sees_disables_the_scheduler_side(
     assert handler.closed
 
 
-def test_knobs_of_later_versions_warn_and_do_nothing(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_knobs_without_effect_warn(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.vllm.fake_store import FakeHandler, FakeStore
 
     monkeypatch.setattr(setup, "connect", lambda plan, role, device="cpu": FakeHandler(FakeStore()))
-    extra = {"maru_async_store": True, "maru_enable_layerwise_overlap": True}
+    extra = {"maru_async_store": True, "maru_use_layerwise": True, "maru_enable_layerwise_overlap": True}
     with capture_logs() as logs:
         MaruKVConnector(real_config(model_folder, **extra), KVConnectorRole.SCHEDULER, kv_config(full()))
     idle = {entry["setting"] for entry in logs if entry["event"] == "maru.setting_without_effect"}
-    assert idle == {"maru_async_store", "maru_overlap_load_with_compute"}
-
-
-@pytest.mark.parametrize(("layerwise", "objects", "layers"), [(False, 1, 3), (True, 3, 1)])
-def test_a_plan_says_what_an_object_holds_and_how_many_make_a_chunk(
-    monkeypatch: pytest.MonkeyPatch, layerwise: bool, objects: int, layers: int
-) -> None:
-    geometry = evolve(GEOMETRY, layer_names=("a.0", "a.1", "a.2"))
-    monkeypatch.setattr(compat, "kv_geometry", lambda *_: geometry)
-    plan = setup.make_plan(fake_config(), None, MaruConfig(use_layerwise=layerwise), setup.PluginSettings())
-    assert isinstance(plan, setup.Plan)
-    assert plan.objects_per_chunk == objects
-    assert (plan.stored.num_layers, plan.stored.nbytes) == (layers, 2 * layers * 256 * 2 * 64 * 2)
-    assert plan.granule == setup.granule_for(plan.stored.nbytes)
-    facts = dict(plan.namespace.facts)
-    # Stored objects outlive a release: the name of a format never changes.
-    assert facts["format"] == ("layerwise/1" if layerwise else "chunkwise/1")
-    assert facts["layers"] == 3
+    assert idle == {"maru_use_layerwise", "maru_overlap_load_with_compute"}
 
 
 def test_vllm_finds_the_class_and_our_overrides_fit(model_folder: str) -> None:

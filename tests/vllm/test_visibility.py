@@ -15,8 +15,10 @@ from tests.client.test_visibility import Fabric, Machine, fabric, lines_of, trac
 pytest.importorskip("vllm")
 
 from maru_integrations.vllm.answers import Answers
+from maru_integrations.vllm.copies import ChunkShape
 from maru_integrations.vllm.metadata import LoadOp, StoreOp
-from maru_integrations.vllm.worker import Link, MaruWorker
+from maru_integrations.vllm.moving import Link
+from maru_integrations.vllm.worker import MaruWorker
 
 __all__ = ["fabric", "traced"]
 
@@ -47,7 +49,7 @@ class Engine:
 
 def worker(machine: Machine, engine: Engine) -> MaruWorker:
     link = Link(machine.handler, engine, STORED)
-    return MaruWorker(lambda: link, Answers(), block_size=16, chunk_tokens=16, log_timing=False)
+    return MaruWorker(lambda: link, Answers(), ChunkShape(16, 16, STORED.nbytes))
 
 
 def test_a_store_is_published_after_the_copy_and_a_load_acquired_before_it(

@@ -1,0 +1,280 @@
+"""The thread that loads parked requests between steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from attrs import frozen
+
+from maru_core import logs
+from maru_core.contracts import LayeredLoad, LoadsByLayer
+from maru_integrations.vllm.answers import Answers
+from maru_integrations.vllm.copies import ChunkShape, chunks_of, failed_blocks, load_copies, problem_of
+from maru_integrations.vllm.loadqueue import Ended, LoadJob, LoadQueue, cut
+from maru_integrations.vllm.metadata import LoadOp
+from maru_integrations.vllm.moving import Link, fetch, leading
+from maru_integrations.vllm.overlap import LoadsInUse
+from maru_integrations.vllm.streams import Lane
+
+#: How long the loader sleeps between looks at the layers of a load that is to be released early, in seconds.
+_LOOK = 0.0003
+
+#: How long vLLM's thread waits for a load that is in use before it looks at deadlines again, in seconds.
+_PATIENCE = 0.1
+
+
+@frozen
+class LoaderSettings:
+    """``piece_bytes``: large loads are cut into pieces of about that. ``release_after``: layers; 0: never early."""
+
+    piece_bytes: int = 256 << 20
+    release_after: int = 0
+    num_layers: int = 0
+    log_timing: bool = False
+
+
+class Loader:
+    """Owns the link's loading transfer. All methods are for vLLM's thread; none but ``drain`` and ``close`` blocks.
+
+    Invariants: every load that was submitted is answered once, as good only as far as its bytes were proven after the
+    copy; none is answered while its pages may still be written to.
+    """
+
+    def __init__(
+        self,
+        link: Callable[[], Link],
+        shape: ChunkShape,
+        answers: Answers,
+        lane: Lane,
+        settings: LoaderSettings,
+        on_late_failure: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``link`` connects if need be and raises MaruError. ``on_late_failure``: a load failed after its release."""
+        self._link = link
+        self._shape = shape
+        self._answers = answers
+        self._lane = lane
+        self._settings = settings
+        self._on_late_failure = on_late_failure
+        self._clock = clock
+        self._log = logs.get_logger(__name__)
+        self._ready = threading.Condition()
+        self._queue = LoadQueue()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._stuck: LoadJob | None = None
+        self._told_plain = False
+        #: Loads that may have been released.
+        self.in_use = LoadsInUse()
+
+    # -- on vLLM's thread ------------------------------------------------------------------------------------------
+
+    def submit(self, ops: Sequence[LoadOp]) -> None:
+        """Load these when their turn comes, after what the calling thread's stream was told so far."""
+        fence = self._lane.fence()
+        for op in ops:
+            problem = problem_of(op, self._shape)
+            chunks = chunks_of(op, self._shape)
+            if problem is not None or chunks < 1:
+                self._tell_failure(op, problem or f"request {op.request_id}: nothing to load")
+                self._answers.load_ended(op, 0, failed_blocks(op, self._shape, 0))
+                continue
+            whole = self._early(op) and not self._told_plain
+            cuts = (chunks,) if whole else cut(chunks, self._shape.nbytes, self._settings.piece_bytes)
+            with self._ready:
+                self._queue.add(op, fence, cuts, self._clock())
+                self._ready.notify()
+        self._revive()
+
+    def cancel(self, load_ids: Collection[int]) -> None:
+        """Nobody waits for these: stop soon. Those whose requests went on already are stopped before this returns."""
+        if not load_ids:
+            return
+        with self._ready:
+            ended = self._queue.cancel(load_ids)
+        self._deliver(ended)
+        # A load that is not released yet will not be any more, and its blocks stay until it was answered.
+        self.in_use.drain(lambda op: op.load_id in load_ids and self._is_released(op.load_id))
+
+    def drain(self, request_ids: Collection[str]) -> None:
+        """Before this returns, no released load writes to blocks of these requests any more."""
+        if request_ids:
+            self.in_use.drain(lambda op: op.request_id in request_ids and self._is_released(op.load_id))
+
+    def poll(self) -> None:
+        """Answer for what is past its deadline, or has nobody left to work on it."""
+        now = self._clock()
+        with self._ready:
+            ended = self._queue.expire(now)
+            stuck = self._queue.stuck(now)
+            if self._thread is not None and not self._thread.is_alive():
+                ended += self._abandon()
+        self._deliver(ended)
+        if stuck is not None and stuck is not self._stuck:
+            self._stuck = stuck
+            self._log.error(
+                "maru.load_stuck",
+                request=stuck.op.request_id,
+                key=stuck.op.keys[stuck.good * self._shape.objects].hex(),
+                chunks_done=stuck.good,
+                of=chunks_of(stuck.op, self._shape),
+                seconds=round(now - stuck.arrived, 2),
+                effect="the copy has not returned; its blocks stay reserved until it does",
+            )
+
+    def close(self, timeout: float = 2.0) -> bool:
+        """End the thread; whether it ended in time. What was not loaded is answered as failed."""
+        with self._ready:
+            self._closing = True
+            ended = self._queue.cancel({job.op.load_id for job in self._queue.jobs})
+            self._ready.notify_all()
+            thread = self._thread
+        self._deliver(ended)
+        self.in_use.stop()
+        if thread is not None:
+            thread.join(timeout)
+            return not thread.is_alive()
+        return True
+
+    def settle(self) -> None:
+        """Before this returns, every load that the step's forward pass may have read has ended and been answered."""
+        while not self.in_use.settle(_PATIENCE):
+            self.poll()
+
+    def _early(self, op: LoadOp) -> bool:
+        return op.overlap and 0 < self._settings.release_after < self._settings.num_layers
+
+    def _is_released(self, load_id: int) -> bool:
+        with self._ready:
+            return any(job.released for job in self._queue.jobs if job.op.load_id == load_id)
+
+    def _revive(self) -> None:
+        with self._ready:
+            if self._closing or (self._thread is not None and self._thread.is_alive()) or not self._queue.jobs:
+                return
+            self._thread = threading.Thread(target=self._run, name="maru-load", daemon=True)
+            self._thread.start()
+
+    def _abandon(self) -> list[Ended]:
+        self._thread = None
+        for job in self._queue.jobs:
+            self._queue.end_copy(job)
+        return self._queue.end_all("the thread that loads ended")
+
+    # -- on the loader's thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with self._lane.entered():
+            while True:
+                with self._ready:
+                    while not self._queue.jobs and not self._closing:
+                        self._ready.wait()
+                    if self._closing:
+                        return
+                    ended = self._queue.expire(self._clock())
+                    job = self._queue.take()
+                self._deliver(ended)
+                if job is not None:
+                    self._work(job)
+
+    def _work(self, job: LoadJob) -> None:
+        good, why = 0, ""
+        try:
+            good = self._move(job)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, this load failed and the next ones go on
+            why = f"{type(error).__name__}: {error}"
+        with self._ready:
+            ended = self._queue.moved(job, good, why, self._clock())
+        self._deliver(ended)
+
+    def _move(self, job: LoadJob) -> int:
+        link, op, piece = self._link(), job.op, job.piece
+        if self._early(op):
+            transfer = link.transfer
+            if isinstance(transfer, LoadsByLayer):
+                return self._move_by_layer(job, link, transfer)
+            if not self._told_plain:
+                self._told_plain = True
+                self._log.warning(
+                    "maru.no_overlap",
+                    reason=f"the transfer engine ({type(transfer).__name__}) does not load layer by layer",
+                    effect="requests go on when all layers are there",
+                )
+        return fetch(link, op, self._shape, piece, partial(self._copying, job, len(piece)))
+
+    def _move_by_layer(self, job: LoadJob, link: Link, transfer: LoadsByLayer) -> int:
+        """The whole load; its request may go on before it is complete, so every object is proven before that."""
+        op, chunks = job.op, job.piece
+        located = link.handler.adopt(op.epoch, op.entries, op.generations, op.lengths, op.keys)
+        proven = leading(located.check(), self._shape)
+        if proven < len(chunks):
+            return fetch(link, op, self._shape, chunks, partial(self._copying, job, len(chunks)))
+        copies = load_copies(op, self._shape, chunks, located.view)
+        with located.reading(), self._copying(job, len(chunks)) as allowed:
+            if not allowed:
+                return 0
+            load = transfer.begin_load(op.blocks, copies)
+            self.in_use.begin(op, load)
+            try:
+                self._follow(job, load)
+            finally:
+                load.finish()
+        return leading(located.verify(), self._shape)
+
+    def _follow(self, job: LoadJob, load: LayeredLoad) -> None:
+        """Release the request as soon as enough layers are there."""
+        while load.layers_done() < self._settings.release_after:
+            if job.cancelled or job.expires <= self._clock():
+                load.cancel()
+                return
+            time.sleep(_LOOK)
+        with self._ready:
+            released = self._queue.release(job)
+        if released:
+            self._answers.load_released(job.op)
+        else:
+            load.cancel()
+
+    @contextmanager
+    def _copying(self, job: LoadJob, chunks: int) -> Iterator[bool]:
+        with self._ready:
+            allowed, ended = self._queue.begin_copy(job, self._clock())
+        self._deliver(ended)
+        if not allowed:
+            yield False
+            return
+        start = time.perf_counter()
+        try:
+            self._lane.after(job.fence)
+            yield True
+        finally:
+            try:
+                self._lane.drain()
+            finally:
+                with self._ready:
+                    self._queue.end_copy(job)
+        self._answers.loads_took(chunks * self._shape.nbytes, time.perf_counter() - start)
+
+    # -- on either ---------------------------------------------------------------------------------------------------
+
+    def _deliver(self, ended: Sequence[Ended]) -> None:
+        for end in ended:
+            op, failed = end.job.op, failed_blocks(end.job.op, self._shape, end.good)
+            if failed:
+                self._tell_failure(op, end.why, end.good)
+                if end.job.released:
+                    self._on_late_failure()
+            elif self._settings.log_timing:
+                took = round((self._clock() - end.job.arrived) * 1000, 2)
+                self._log.info("maru.load", request=op.request_id, chunks=end.good, ms=took, released=end.job.released)
+            self._answers.load_ended(op, end.good * self._shape.objects, failed)
+            self.in_use.end(op.load_id)
+
+    def _tell_failure(self, op: LoadOp, why: str, good: int = 0) -> None:
+        if why != "cancelled":
+            self._log.warning("maru.load_error", request=op.request_id, chunks_loaded=good, error=why)

@@ -1,0 +1,184 @@
+"""Loads that wait for the loader: their order, their pieces, their deadlines, and that each is answered exactly once.
+
+Pure: no thread, no I/O, the clock is a parameter. Whoever shares it between threads locks around every call.
+
+Order is first come, first served. A large load is cut into pieces of whole chunks, and after each piece one load that
+has a single piece left may go first. So nothing small waits for all of something large, and a large load takes at most
+twice as long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from enum import Enum
+from typing import Any
+
+from attrs import define, frozen
+
+from maru_integrations.vllm.metadata import LoadOp
+
+
+class Phase(Enum):
+    """What is being done for a load right now."""
+
+    WAITING = "waiting"
+    #: Its objects are looked at; no page is touched.
+    READING = "reading"
+    #: Its pages may be written to at any moment: until that ends, nobody may be told that it is over.
+    COPYING = "copying"
+    ENDED = "ended"
+
+
+@define(eq=False)
+class LoadJob:
+    """One load. ``cuts`` are the ends of its pieces, in chunks from its first; ``good`` counts proven chunks.
+
+    ``fence`` is what its copies come after. ``released``: its request was reported before all of it is there.
+    """
+
+    op: LoadOp
+    fence: Any
+    cuts: tuple[int, ...]
+    expires: float
+    arrived: float
+    good: int = 0
+    moved: int = 0
+    phase: Phase = Phase.WAITING
+    cancelled: bool = False
+    released: bool = False
+    overtaken: bool = False
+
+    @property
+    def pieces_left(self) -> int:
+        """Pieces that have not been moved."""
+        return len(self.cuts) - self.moved
+
+    @property
+    def piece(self) -> range:
+        """Chunks of the next piece, counted from the load's first."""
+        return range(self.cuts[self.moved - 1] if self.moved else 0, self.cuts[self.moved])
+
+
+@frozen(eq=False)
+class Ended:
+    """A load that is over: ``good`` of its chunks, from the front, arrived and are proven. ``why`` names a failure."""
+
+    job: LoadJob
+    good: int
+    why: str
+
+
+def cut(chunks: int, chunk_bytes: int, piece_bytes: int) -> tuple[int, ...]:
+    """Ends of the pieces of a load of ``chunks`` chunks: whole chunks, at most ``piece_bytes`` or else one chunk."""
+    step = max(1, piece_bytes // max(1, chunk_bytes))
+    return (*range(step, chunks, step), chunks) if chunks else ()
+
+
+class LoadQueue:
+    """At most one load is being worked on. Each method says which loads ended by it; no load ends twice."""
+
+    def __init__(self) -> None:
+        self._jobs: list[LoadJob] = []
+
+    @property
+    def jobs(self) -> tuple[LoadJob, ...]:
+        """Loads that have not ended, in the order in which they came."""
+        return tuple(self._jobs)
+
+    def add(self, op: LoadOp, fence: Any, cuts: tuple[int, ...], now: float) -> LoadJob:
+        """Queue a load of at least one piece."""
+        expires = now + op.deadline if op.deadline > 0 else math.inf
+        job = LoadJob(op, fence, cuts, expires, now)
+        self._jobs.append(job)
+        return job
+
+    def take(self) -> LoadJob | None:
+        """The load whose next piece is to be moved now, in phase READING; ``None`` when there is none."""
+        if not self._jobs:
+            return None
+        job = self._jobs[0]
+        if job.moved and not job.overtaken:
+            short = next((other for other in self._jobs[1:] if other.pieces_left == 1), None)
+            if short is not None:
+                job.overtaken = True
+                short.phase = Phase.READING
+                return short
+        job.overtaken = False
+        job.phase = Phase.READING
+        return job
+
+    def begin_copy(self, job: LoadJob, now: float) -> tuple[bool, list[Ended]]:
+        """Whether its pages may be written to now; not when the load has ended, was cancelled or is too late."""
+        if job.phase is Phase.ENDED:
+            return False, []
+        why = self._over(job, now)
+        if why:
+            return False, [self._end(job, why)]
+        job.phase = Phase.COPYING
+        return True, []
+
+    def end_copy(self, job: LoadJob) -> None:
+        """Nothing of its pages will be written to any more."""
+        if job.phase is Phase.COPYING:
+            job.phase = Phase.READING
+
+    def moved(self, job: LoadJob, good: int, why: str, now: float) -> list[Ended]:
+        """Its piece was dealt with: ``good`` chunks of it, from its front, are proven; ``why`` the rest is not."""
+        if job.phase is Phase.ENDED:
+            return []
+        piece = job.piece
+        job.good = piece.start + good
+        job.moved += 1
+        if good < len(piece):
+            return [self._end(job, why or "what was copied is not what was granted")]
+        if not job.pieces_left:
+            return [self._end(job, "")]
+        over = self._over(job, now)
+        if over:
+            return [self._end(job, over)]
+        job.phase = Phase.WAITING
+        return []
+
+    def release(self, job: LoadJob) -> bool:
+        """Whether its request may go on now, before the load has ended; not once the load was cancelled."""
+        if job.phase is Phase.ENDED or job.cancelled or job.released:
+            return False
+        job.released = True
+        return True
+
+    def cancel(self, load_ids: Collection[int]) -> list[Ended]:
+        """Nobody waits for these any more. One that is being copied ends with its piece."""
+        ended = []
+        for job in self.jobs:
+            if job.op.load_id in load_ids:
+                job.cancelled = True
+                if job.phase is not Phase.COPYING:
+                    ended.append(self._end(job, "cancelled"))
+        return ended
+
+    def expire(self, now: float) -> list[Ended]:
+        """Loads whose deadline has passed; one that is being copied ends with its piece."""
+        late = [job for job in self._jobs if job.expires <= now and job.phase is not Phase.COPYING]
+        return [self._end(job, why) for job in late if (why := self._over(job, now))]
+
+    def stuck(self, now: float) -> LoadJob | None:
+        """The load that is past its deadline and cannot end because a copy of it has not returned."""
+        late = (job for job in self._jobs if job.phase is Phase.COPYING and job.expires <= now)
+        return next(late, None)
+
+    def end_all(self, why: str) -> list[Ended]:
+        """End everything; for when nobody works on it any more."""
+        return [self._end(job, why) for job in self.jobs]
+
+    def _over(self, job: LoadJob, now: float) -> str:
+        if job.cancelled:
+            return "cancelled"
+        if job.expires <= now:
+            return f"not loaded within its deadline of {job.op.deadline:g} s"
+        return ""
+
+    def _end(self, job: LoadJob, why: str) -> Ended:
+        job.phase = Phase.ENDED
+        self._jobs.remove(job)
+        return Ended(job, job.good, why)

@@ -1,0 +1,114 @@
+"""Fetching and writing objects: the same functions for steps that wait for it and for threads beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from attrs import define
+
+from maru_core.client import MaruHandler
+from maru_core.contracts import Transfer
+from maru_core.geometry import ObjectLayout
+from maru_core.protocol import CommitStatus, ReserveStatus
+from maru_integrations.vllm.copies import ChunkShape, StoreItems, load_copies, store_copies
+from maru_integrations.vllm.metadata import NO_ROOM, PREEMPTED, REFUSED, UNAVAILABLE, LoadOp
+
+#: Wraps a copy. Yields whether it may be made; when it is left, pages and buffers are touched no more.
+Copying = Callable[[], AbstractContextManager[bool]]
+
+
+@define
+class Link:
+    """What a worker needs to move bytes: its session, and its paged memory bound to a transfer engine.
+
+    ``storing``: a second transfer, for stores, when loads and stores are made by different threads.
+    """
+
+    handler: MaruHandler
+    transfer: Transfer
+    stored: ObjectLayout
+    storing: Transfer | None = None
+
+    @property
+    def stores(self) -> Transfer:
+        """The transfer that stores."""
+        return self.storing or self.transfer
+
+    def close(self) -> None:
+        """Let go of the pages, unmap, end the session."""
+        for transfer in (self.storing, self.transfer):
+            if transfer is not None:
+                transfer.close()
+        self.handler.close()
+
+    def abandon(self) -> None:
+        """A copy has not returned: what it touches stays mapped, and this session's, until the process ends."""
+        self.handler.close(may_end=False)
+
+
+def at_once() -> AbstractContextManager[bool]:
+    """Nobody else is to be asked: for copies that the step waits for."""
+    return nullcontext(True)
+
+
+def fetch(link: Link, op: LoadOp, shape: ChunkShape, chunks: range, copying: Copying = at_once) -> int:
+    """Copy ``chunks`` (counted from the load's first) into their blocks.
+
+    Returns how many of them, from the front, are there and proven after the copy to be those that were granted. Raises
+    MaruError; then none of them is.
+    """
+    objects = slice(chunks.start * shape.objects, chunks.stop * shape.objects)
+    located = link.handler.adopt(
+        op.epoch, op.entries[objects], op.generations[objects], op.lengths[objects], op.keys[objects]
+    )
+    copies = load_copies(op, shape, chunks, located.view)
+    with located.reading(), copying() as allowed:
+        if not allowed:
+            return 0
+        link.transfer.load(op.blocks, copies)
+    return leading(located.check(), shape)
+
+
+def leading(fine: list[bool], shape: ChunkShape) -> int:
+    """How many chunks from the front are fine, given that for each of their objects."""
+    return next((index for index, good in enumerate(fine) if not good), len(fine)) // shape.objects
+
+
+def write(
+    link: Link,
+    items: StoreItems,
+    shape: ChunkShape,
+    weights_epoch: int,
+    copying: Copying = at_once,
+    valid: Callable[[], bool] = lambda: True,
+) -> tuple[int, str]:
+    """Copy what nobody has stored yet into the pool.
+
+    Returns how many objects are there now or are being written by somebody else, and one of metadata's reasons when
+    that is not all of them. ``valid``: asked after the copy, whether its source was left alone until then. Raises
+    MaruError; then nothing stays reserved.
+    """
+    handler = link.handler
+    if not handler.is_up:
+        return 0, UNAVAILABLE
+    grants = handler.reserve(items.keys, link.stored.nbytes, items.parents, weights_epoch=weights_epoch)
+    statuses = [ReserveStatus(status) for status in grants.statuses]
+    kept = sum(status in (ReserveStatus.PRESENT, ReserveStatus.BUSY) for status in statuses)
+    reason = NO_ROOM if ReserveStatus.NO_ROOM in statuses else REFUSED if ReserveStatus.REFUSED in statuses else ""
+    new = grants.new
+    if not new:
+        return kept, reason
+    try:
+        with copying() as allowed:
+            if allowed:
+                blocks, copies = store_copies(items, shape, new, lambda index: handler.room(grants, index))
+                link.stores.store(blocks, copies)
+        if not allowed or not valid():
+            handler.abort(grants, new)
+            return kept, PREEMPTED
+        committed = sum(status == CommitStatus.OK for status in handler.commit(grants, new, checksums=True))
+    except BaseException:
+        handler.abort(grants, new)
+        raise
+    return kept + committed, reason if committed == len(new) else REFUSED

@@ -1,0 +1,144 @@
+"""Loads whose requests compute while later layers still arrive: what vLLM's thread must wait for, and when.
+
+A load is *released* when enough of its layers are there and its request was reported as received. vLLM takes note of
+that with a later step; from then on any request may read those blocks (they are in vLLM's prefix cache), so every step
+waits, layer by layer, for every load that is in use and has not ended.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+
+from attrs import define, field
+
+from maru_core.contracts import LayeredLoad
+from maru_core.errors import TransferError
+from maru_integrations.vllm.metadata import LoadOp
+
+
+@define(eq=False)
+class _Underway:
+    op: LoadOp
+    load: LayeredLoad
+    #: vLLM has been told, and has taken note.
+    in_use: bool = False
+    ended: threading.Event = field(factory=threading.Event)
+
+
+class LoadsInUse:
+    """Shared by the loader thread (:meth:`begin`, :meth:`end`) and vLLM's thread (the rest)."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loads: dict[int, _Underway] = {}
+
+    def begin(self, op: LoadOp, load: LayeredLoad) -> None:
+        """A load is under way."""
+        with self._lock:
+            self._loads[op.load_id] = _Underway(op, load)
+
+    def end(self, load_id: int) -> None:
+        """It touches no page any more, and it has been answered. Ignores loads that are not under way."""
+        with self._lock:
+            underway = self._loads.pop(load_id, None)
+        if underway is not None:
+            underway.ended.set()
+
+    def use(self, request_ids: Collection[str]) -> None:
+        """vLLM knows that these requests were received: steps read their blocks from now on."""
+        with self._lock:
+            for underway in self._loads.values():
+                if underway.op.request_id in request_ids:
+                    underway.in_use = True
+
+    def ops(self) -> list[LoadOp]:
+        """Loads whose blocks a step may read while they still arrive."""
+        return [underway.op for underway in self._in_use()]
+
+    def wait_layer(self, layer: int) -> None:
+        """What the calling thread's stream runs later comes after that layer of all loads in use.
+
+        A load that fails here is answered by the thread that made it.
+        """
+        for underway in self._in_use():
+            try:
+                underway.load.wait_layer(layer)
+            except TransferError:
+                continue
+
+    def settle(self, timeout: float) -> bool:
+        """Wait until every load in use has ended and been answered: only then is it known what a step has read.
+
+        Whether that is so after ``timeout`` seconds; it returns when one load takes that long.
+        """
+        return all(underway.ended.wait(timeout) for underway in self._in_use())
+
+    def drain(self, unwanted: Callable[[LoadOp], bool]) -> None:
+        """Stop these loads and block until none of their pages is written to: the blocks are somebody else's next."""
+        with self._lock:
+            chosen = [underway for underway in self._loads.values() if unwanted(underway.op)]
+        for underway in chosen:
+            underway.load.cancel()
+        for underway in chosen:
+            underway.ended.wait()
+
+    def stop(self) -> None:
+        """Stop every load, without waiting."""
+        with self._lock:
+            loads = list(self._loads.values())
+        for underway in loads:
+            underway.load.cancel()
+
+    def _in_use(self) -> list[_Underway]:
+        with self._lock:
+            return [underway for underway in self._loads.values() if underway.in_use]
+
+
+class LayerHooks:
+    """Whether vLLM calls a hook before each layer, which it does not where it replays one graph of the whole model.
+
+    Trusted only after a step in which every layer's hook was called, and never again after one in which that was
+    expected and did not happen.
+    """
+
+    def __init__(self, layer_names: Sequence[str]) -> None:
+        #: True layer index by name.
+        self.index = {name: index for index, name in enumerate(layer_names)}
+        self._seen: set[int] = set()
+        self._proven = False
+        self._failed = False
+        self._expected = False
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the next step with hooks can be relied on."""
+        return self._proven and not self._failed
+
+    def begin_step(self, whole_graph: bool, needed: bool) -> bool:
+        """A step begins that may replay one graph for all layers; ``needed``: loads are in use.
+
+        Returns whether every layer must be waited for now, because hooks may not come.
+        """
+        self._seen.clear()
+        self._expected = needed and not whole_graph and self.trusted
+        return needed and not self._expected
+
+    def called(self, name: str) -> int | None:
+        """The hook of a layer was called: its true index, ``None`` for one whose KV is not ours."""
+        index = self.index.get(name)
+        if index is not None:
+            self._seen.add(index)
+        return index
+
+    def end_step(self) -> bool:
+        """The step's forward pass is over. Whether it may have read layers that had not arrived."""
+        complete = len(self._seen) == len(self.index)
+        if complete:
+            self._proven = True
+        missed = self._expected and not complete
+        if missed:
+            self._failed = True
+        self._seen.clear()
+        self._expected = False
+        return missed

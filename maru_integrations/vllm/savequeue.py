@@ -1,0 +1,147 @@
+"""Stores that wait for the saver: their order, their pieces, how much may wait, and that each is answered exactly once.
+
+Pure: no thread, no I/O. Whoever shares it between threads locks around every call. Order is first come, first served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import Enum
+from typing import Any
+
+from attrs import define, frozen
+
+from maru_integrations.vllm.metadata import ERROR, PREEMPTED, QUEUE_FULL, StoreOp
+
+
+class Step(Enum):
+    """What is being done for a store right now."""
+
+    WAITING = "waiting"
+    #: Room is asked for, or what was copied is committed; no page is read.
+    TALKING = "talking"
+    #: Its pages are being read.
+    COPYING = "copying"
+    ENDED = "ended"
+
+
+@define(eq=False)
+class StoreJob:
+    """One store. ``cuts`` are the ends of its pieces, in objects; ``kept`` counts those that are in the pool.
+
+    ``fence`` is what its copies come after. ``void``: what is being copied may be overwritten and must not be
+    committed.
+    """
+
+    op: StoreOp
+    fence: Any
+    weights_epoch: int
+    cuts: tuple[int, ...]
+    nbytes: int
+    kept: int = 0
+    moved: int = 0
+    step: Step = Step.WAITING
+    cancelled: bool = False
+    void: bool = False
+
+    @property
+    def piece(self) -> range:
+        """Objects of the next piece."""
+        return range(self.cuts[self.moved - 1] if self.moved else 0, self.cuts[self.moved])
+
+
+@frozen(eq=False)
+class Saved:
+    """A store that is over and reads its pages no more; ``reason`` is one of metadata's when not all was kept."""
+
+    op: StoreOp
+    kept: int
+    reason: str
+
+
+class SaveQueue:
+    """At most one store is being worked on. Methods say which stores ended by them; none ends twice.
+
+    ``limit``: bytes that may wait. A store that would exceed it is dropped, unless nothing else waits: what came before
+    is the head of its prefix and worth more than what comes behind it.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._jobs: list[StoreJob] = []
+
+    @property
+    def jobs(self) -> tuple[StoreJob, ...]:
+        """Stores that have not ended, in the order in which they came."""
+        return tuple(self._jobs)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of all stores that have not ended."""
+        return sum(job.nbytes for job in self._jobs)
+
+    def add(self, op: StoreOp, fence: Any, weights_epoch: int, cuts: tuple[int, ...], nbytes: int) -> list[Saved]:
+        """Queue a store of at least one piece, or drop it."""
+        if self._jobs and self.waiting_bytes + nbytes > self._limit:
+            return [Saved(op, 0, QUEUE_FULL)]
+        self._jobs.append(StoreJob(op, fence, weights_epoch, cuts, nbytes))
+        return []
+
+    def take(self) -> StoreJob | None:
+        """The store whose next piece is to be copied now; ``None`` when there is none."""
+        if not self._jobs:
+            return None
+        self._jobs[0].step = Step.TALKING
+        return self._jobs[0]
+
+    def begin_copy(self, job: StoreJob) -> bool:
+        """Whether its pages may be read now; not when it was cancelled."""
+        if job.cancelled or job.step is Step.ENDED:
+            return False
+        job.step = Step.COPYING
+        return True
+
+    def end_copy(self, job: StoreJob) -> None:
+        """Its pages are read no more."""
+        if job.step is Step.COPYING:
+            job.step = Step.TALKING
+
+    def moved(self, job: StoreJob, kept: int, reason: str) -> list[Saved]:
+        """Its piece was dealt with: ``kept`` of its objects are in the pool now; with a ``reason`` the store ends."""
+        if job.step is Step.ENDED:
+            return []
+        job.kept += kept
+        job.moved += 1
+        if reason or job.cancelled or job.moved == len(job.cuts):
+            return [self._end(job, reason or (PREEMPTED if job.moved < len(job.cuts) else ""))]
+        job.step = Step.WAITING
+        return []
+
+    def cancel(self, request_ids: Collection[str]) -> list[Saved]:
+        """These requests lose their blocks. A store of theirs that is being worked on ends with its piece."""
+        ended = []
+        for job in self.jobs:
+            if job.op.request_id in request_ids:
+                job.cancelled = True
+                if job.step is Step.WAITING:
+                    ended.append(self._end(job, PREEMPTED))
+        return ended
+
+    def copying(self, request_ids: Collection[str]) -> bool:
+        """Whether pages of these requests are being read."""
+        return any(job.step is Step.COPYING and job.op.request_id in request_ids for job in self._jobs)
+
+    def void(self, request_ids: Collection[str]) -> None:
+        """Pages of these that are being read may be overwritten from now on: what is read must not be committed."""
+        for job in self._jobs:
+            if job.step is Step.COPYING and job.op.request_id in request_ids:
+                job.void = True
+
+    def end_all(self, reason: str = ERROR) -> list[Saved]:
+        """End everything that is queued; for when nobody works on it any more."""
+        return [self._end(job, reason) for job in self.jobs]
+
+    def _end(self, job: StoreJob, reason: str) -> Saved:
+        job.step = Step.ENDED
+        self._jobs.remove(job)
+        return Saved(job.op, job.kept, reason)

@@ -1,0 +1,191 @@
+"""The thread that stores complete prompts beside the steps that go on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from attrs import frozen
+
+from maru_core import logs
+from maru_core.errors import Unavailable
+from maru_integrations.vllm.answers import Answers
+from maru_integrations.vllm.copies import ChunkShape, items_of
+from maru_integrations.vllm.loadqueue import cut
+from maru_integrations.vllm.metadata import ERROR, UNAVAILABLE, StoreOp
+from maru_integrations.vllm.moving import Link, write
+from maru_integrations.vllm.savequeue import Saved, SaveQueue, StoreJob
+from maru_integrations.vllm.streams import Lane
+
+
+@frozen
+class SaverSettings:
+    """Sizes in bytes: of the pieces that large stores are cut into, and of what may wait (it holds blocks)."""
+
+    limit_bytes: int
+    piece_bytes: int = 256 << 20
+    #: Longest wait of a preemption for a copy that is under way, in seconds; then what it read is thrown away.
+    drain_seconds: float = 1.0
+    log_timing: bool = False
+
+
+class Saver:
+    """Owns the link's storing transfer. All methods are for vLLM's thread; none but ``preempt`` and ``close`` blocks.
+
+    Invariants: every store that was submitted is answered once, when its blocks are read no more; nothing is committed
+    that was read from blocks after their request had lost them.
+    """
+
+    def __init__(
+        self, link: Callable[[], Link], shape: ChunkShape, answers: Answers, lane: Lane, settings: SaverSettings
+    ) -> None:
+        """``link`` connects if need be and raises MaruError."""
+        self._link = link
+        self._shape = shape
+        self._answers = answers
+        self._lane = lane
+        self._settings = settings
+        self._log = logs.get_logger(__name__)
+        self._ready = threading.Condition()
+        self._queue = SaveQueue(settings.limit_bytes)
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._told: set[str] = set()
+
+    # -- on vLLM's thread ------------------------------------------------------------------------------------------
+
+    def submit(self, ops: Sequence[StoreOp], weights_epoch: int) -> None:
+        """Store these when their turn comes, after what the calling thread's stream was told so far."""
+        if not ops:
+            return
+        fence = self._lane.fence()
+        for op in ops:
+            nbytes = -(-len(op.keys) * self._shape.nbytes // self._shape.objects)
+            cuts = cut(len(op.keys) // self._shape.objects, self._shape.nbytes, self._settings.piece_bytes)
+            objects = tuple(end * self._shape.objects for end in cuts)
+            if not objects or objects[-1] != len(op.keys) or len(op.parents) != len(op.keys):
+                self._deliver([Saved(op, 0, ERROR)])
+                continue
+            with self._ready:
+                ended = [] if not self._closing else [Saved(op, 0, ERROR)]
+                ended = ended or self._queue.add(op, fence, weights_epoch, objects, nbytes)
+                self._ready.notify_all()
+            self._deliver(ended)
+        self._revive()
+
+    def preempt(self, request_ids: Collection[str]) -> None:
+        """Blocks of these requests are somebody else's when this returns: what waits is dropped, copies are awaited.
+
+        A copy that takes too long reads on, but what it reads is not committed.
+        """
+        if not request_ids:
+            return
+        deadline = time.monotonic() + self._settings.drain_seconds
+        with self._ready:
+            ended = self._queue.cancel(request_ids)
+            while self._queue.copying(request_ids):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    self._queue.void(request_ids)
+                    break
+                self._ready.wait(left)
+        self._deliver(ended)
+
+    def poll(self) -> None:
+        """Answer for what has nobody left to work on it."""
+        with self._ready:
+            if self._thread is None or self._thread.is_alive():
+                return
+            self._thread = None
+            ended = self._queue.end_all(ERROR)
+        self._deliver(ended)
+
+    def close(self, timeout: float = 2.0) -> bool:
+        """End the thread after its piece; whether it ended in time. What waits is not stored."""
+        with self._ready:
+            self._closing = True
+            ended = self._queue.cancel({job.op.request_id for job in self._queue.jobs})
+            self._ready.notify_all()
+            thread = self._thread
+        self._deliver(ended)
+        if thread is not None:
+            thread.join(timeout)
+            return not thread.is_alive()
+        return True
+
+    def _revive(self) -> None:
+        with self._ready:
+            if self._closing or (self._thread is not None and self._thread.is_alive()) or not self._queue.jobs:
+                return
+            self._thread = threading.Thread(target=self._run, name="maru-store", daemon=True)
+            self._thread.start()
+
+    # -- on the saver's thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with self._lane.entered():
+            while True:
+                with self._ready:
+                    while not self._queue.jobs and not self._closing:
+                        self._ready.wait()
+                    if self._closing:
+                        return
+                    job = self._queue.take()
+                if job is not None:
+                    self._work(job)
+
+    def _work(self, job: StoreJob) -> None:
+        start = time.perf_counter()
+        piece = job.piece
+        kept = 0
+        try:
+            kept, reason = write(
+                self._link(),
+                items_of((job.op,), self._shape).part(piece),
+                self._shape,
+                job.weights_epoch,
+                partial(self._copying, job),
+                lambda: not job.void,
+            )
+        except Unavailable:
+            reason = UNAVAILABLE
+        except BaseException as error:  # noqa: BLE001 - whatever it is, this store failed and the next ones go on
+            reason = ERROR
+            kind = type(error).__name__
+            if kind not in self._told:
+                self._told.add(kind)
+                self._log.warning("maru.store_skipped", error=str(error), kind=kind, told="once per kind")
+        with self._ready:
+            ended = self._queue.moved(job, kept, reason)
+        if self._settings.log_timing:
+            took = round((time.perf_counter() - start) * 1000, 2)
+            self._log.info("maru.store", request=job.op.request_id, objects=len(piece), kept=kept, ms=took)
+        self._deliver(ended)
+
+    @contextmanager
+    def _copying(self, job: StoreJob) -> Iterator[bool]:
+        with self._ready:
+            allowed = self._queue.begin_copy(job)
+        if not allowed:
+            yield False
+            return
+        try:
+            self._lane.after(job.fence)
+            yield True
+        finally:
+            try:
+                self._lane.drain()
+            finally:
+                with self._ready:
+                    self._queue.end_copy(job)
+                    self._ready.notify_all()
+
+    # -- on either ---------------------------------------------------------------------------------------------------
+
+    def _deliver(self, ended: Sequence[Saved]) -> None:
+        for end in ended:
+            self._answers.dropped(end.reason, len(end.op.keys) - end.kept)
+            self._answers.store_ended(end.op, end.kept, end.reason)

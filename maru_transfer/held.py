@@ -1,0 +1,75 @@
+"""Transfers during whose copies no memory is unregistered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from maru_core.contracts import LayeredLoad, LoadsByLayer, Transfer
+from maru_core.geometry import ChunkCopy
+from maru_transfer.pinning import PinnedPools
+
+
+class HeldTransfer:
+    """A transfer during whose copies nothing is unregistered. Implements :class:`maru_core.contracts.Transfer`."""
+
+    def __init__(self, transfer: Transfer, pools: PinnedPools) -> None:
+        self._transfer = transfer
+        self._pools = pools
+
+    def load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
+        """Objects to pages."""
+        with self._pools.held():
+            self._transfer.load(block_ids, copies)
+
+    def store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
+        """Pages to objects."""
+        with self._pools.held():
+            self._transfer.store(block_ids, copies)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Device memory that the transfer took for itself; 0 when it does not say."""
+        return int(getattr(self._transfer, "staging_bytes", 0))
+
+    def close(self) -> None:
+        """Close the transfer, then unregister the pools."""
+        self._transfer.close()
+        self._pools.close()
+
+
+class HeldByLayer(HeldTransfer):
+    """The same for one that loads layer by layer. Implements :class:`maru_core.contracts.LoadsByLayer`, too."""
+
+    def __init__(self, transfer: Transfer, pools: PinnedPools) -> None:
+        super().__init__(transfer, pools)
+        assert isinstance(transfer, LoadsByLayer)
+        self._by_layer: LoadsByLayer = transfer
+
+    def begin_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> LayeredLoad:
+        """Begin a load, during which nothing is unregistered until its :meth:`~LayeredLoad.finish`."""
+        with ExitStack() as held:
+            held.enter_context(self._pools.held())
+            load = self._by_layer.begin_load(block_ids, copies)
+            return _HeldLoad(load, held.pop_all())
+
+
+class _HeldLoad:
+    """A load that lets go of the pools when it has finished."""
+
+    def __init__(self, load: LayeredLoad, held: ExitStack) -> None:
+        self._load = load
+        self._held = held
+        self.layers_done = load.layers_done
+        self.wait_layer = load.wait_layer
+        self.cancel = load.cancel
+
+    def finish(self) -> None:
+        """Wait for the load, then let go."""
+        with self._held:
+            self._load.finish()
+
+
+def held(transfer: Transfer, pools: PinnedPools) -> Transfer:
+    """The transfer, with nothing unregistered while it copies; what it can do besides stays possible."""
+    return HeldByLayer(transfer, pools) if isinstance(transfer, LoadsByLayer) else HeldTransfer(transfer, pools)
