@@ -190,8 +190,8 @@ class CudaLibrary:
         """Raises TransferError in a forked child."""
         if os.getpid() != self._owner:
             raise TransferError(
-                f"process {os.getpid()} was forked from {self._owner}, and what that one has open on a CUDA device is of"
-                " no use here; open the engine in the child itself, started by 'spawn'"
+                f"process {os.getpid()} was forked from {self._owner}, and what that one has open on a CUDA device is"
+                " of no use here; open the engine in the child itself, started by 'spawn'"
             )
 
 
