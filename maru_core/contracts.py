@@ -269,7 +269,7 @@ class Finding:
 
 
 #: Looks at what a backend or engine needs, for ``maru doctor``, with the settings of the environment. It changes
-#: nothing, takes a second at most, and raises nothing for what it finds.
+#: nothing, takes a second at most (after three it is left behind), and raises nothing for what it finds.
 Diagnose = Callable[[MaruConfig], Sequence[Finding]]
 
 

@@ -6,6 +6,7 @@ methods of storage backends, which servers and clients call while they start or 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -33,6 +34,37 @@ def show(error: BaseException) -> str:
     except BaseException as worse:  # noqa: BLE001 - see pass_interrupt
         pass_interrupt(worse)
         return f"{type(error).__name__} (its text cannot be had)"
+
+
+class BoundedCall:
+    """One call on a thread of its own: whoever waits for it may leave it behind. Then it goes on by itself."""
+
+    def __init__(self, name: str, call: Callable[[], Any]) -> None:
+        """Start it. ``name``: of the thread."""
+        self.answer: Any = None
+        #: What it raised; a KeyboardInterrupt is the callee's own, as the user's comes to the main thread only.
+        self.error: BaseException | None = None
+        self._call = call
+        self._done = threading.Event()
+        try:
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+        except RuntimeError:  # no more threads, or the interpreter ends: then without a limit
+            self._run()
+
+    def wait(self, limit: float) -> bool:
+        """Whether it ended within ``limit`` seconds.
+
+        In two waits: a process that was stopped for long finds the first one over, and the call just needs a moment.
+        """
+        return self._done.wait(limit / 2) or self._done.wait(limit / 2)
+
+    def _run(self) -> None:
+        try:
+            self.answer = self._call()
+        except BaseException as error:  # noqa: BLE001 - told where it is waited for
+            self.error = error
+        finally:
+            self._done.set()
 
 
 def plan_pools(backends: Backends, wish: PoolWish) -> tuple[PoolPlan, ...]:

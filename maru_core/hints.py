@@ -11,11 +11,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from attrs import define, field, frozen
 
-from maru_core.foreign import pass_interrupt, show
+from maru_core.foreign import BoundedCall, pass_interrupt, show
 
 #: Hooks that run on the thread that loads.
 HOT: Final = ("maru_before_read", "maru_after_read")
@@ -117,7 +118,8 @@ class HintCalls:
         answers = []
         for hint in self._hints[hook]:
             started = time.perf_counter()
-            call = _Call(hint, [arguments[name] for name in hint.argnames])
+            given = [arguments[name] for name in hint.argnames]
+            call = BoundedCall(f"maru-hint-{hint.plugin}", partial(hint.function, *given))
             over = not call.wait(self._limits.wait)
             self._count(hint, time.perf_counter() - started, hot=False)
             if over:
@@ -193,37 +195,6 @@ class HintCalls:
         for hook, hints in self._hints.items():
             self._hints[hook] = tuple(hint for hint in hints if hint.plugin != plugin)
         self._ended(plugin, reason, error)
-
-
-class _Call:
-    """One call on a thread of its own."""
-
-    def __init__(self, hint: Hint, arguments: Sequence[Any]) -> None:
-        self.answer: Any = None
-        self.error: BaseException | None = None
-        self._hint = hint
-        self._arguments = arguments
-        self._done = threading.Event()
-        thread = threading.Thread(target=self._run, name=f"maru-hint-{hint.plugin}", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # no more threads, or the interpreter ends: then without a limit
-            self._run()
-
-    def wait(self, limit: float) -> bool:
-        """Whether it ended within ``limit`` seconds.
-
-        In two waits: a process that was stopped for long finds the first one over, and the call just needs a moment.
-        """
-        return self._done.wait(limit / 2) or self._done.wait(limit / 2)
-
-    def _run(self) -> None:
-        try:
-            self.answer = self._hint.function(*self._arguments)
-        except BaseException as error:  # noqa: BLE001 - told where it is waited for
-            self.error = error
-        finally:
-            self._done.set()
 
 
 _REMEDY: Final = "let a thread of the plugin's own do the work, or leave the plugin out of MARU_PLUGINS"

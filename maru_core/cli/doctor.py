@@ -6,24 +6,35 @@ import json
 import os
 import resource
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, get_args
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from typing import Final, NoReturn, get_args
 
 import click
-from attrs import asdict, astuple, frozen
+from attrs import Factory, asdict, field, frozen
 
 from maru_core.cli.common import Target, fail, settings, where
 from maru_core.config import MaruConfig, PluginSettings
-from maru_core.contracts import Diagnose, Finding, Level
+from maru_core.contracts import Finding, Level
 from maru_core.errors import ConfigError, MaruError, Unavailable
-from maru_core.foreign import pass_interrupt, show
-from maru_core.host import PluginHost
+from maru_core.foreign import BoundedCall, show
+from maru_core.host import PluginHost, PluginInfo
 from maru_core.logs import visible
 from maru_core.runtime_dir import RuntimeDir
 from maru_core.sizes import format_size
 
 EXIT_BROKEN: Final = 1
 _TIMEOUT: Final = 2.0
+#: Seconds that the checks of one backend or engine may take, and how many findings they may have.
+_PATIENCE: Final = 3.0
+_MOST_FINDINGS: Final = 1000
+#: Seconds until an engine must say whether it can be used: it imports torch for that.
+_START: Final = 30.0
+#: How threads are called that run such checks.
+_THREAD: Final = "maru-doctor"
 #: Level by what became of a plugin.
 _STATUS: Final = {"active": "ok", "not selected": "note", "duplicate": "warning", "failed": "error"}
 
@@ -34,6 +45,10 @@ class Patient:
 
     config: MaruConfig
     host: PluginHost
+    #: Asked for once: a factory that hangs holds the host's lock.
+    plugins: Sequence[PluginInfo] = field(
+        init=False, default=Factory(lambda self: self.host.report(), takes_self=True), repr=False
+    )
 
 
 Check = Callable[[Patient], Iterable[Finding]]
@@ -44,6 +59,7 @@ Check = Callable[[Patient], Iterable[Finding]]
 @click.option("--json", "as_json", is_flag=True, help="A JSON array with one object per finding.")
 def doctor(runtime_dir: str | None, url: str | None, keys: str | None, as_json: bool) -> None:
     """Check plugins, memory, devices, limits and server; exit code 1: something is broken."""
+    before = set(threading.enumerate())
     try:
         config = settings({"runtime_dir": runtime_dir, "server_url": url, "keys": keys})
         patient = Patient(config, PluginHost.discover(PluginSettings.from_environ(os.environ)))
@@ -54,13 +70,15 @@ def doctor(runtime_dir: str | None, url: str | None, keys: str | None, as_json: 
         click.echo(json.dumps([{"area": area, **asdict(finding)} for area, finding in found]))
     else:
         click.echo("\n".join(_lines(found)))
-    if any(finding.level == "error" for _, finding in found):
-        sys.exit(EXIT_BROKEN)
+    code = EXIT_BROKEN if any(finding.level == "error" for _, finding in found) else 0
+    if any(thread.name == _THREAD or not thread.daemon for thread in set(threading.enumerate()) - before):
+        _leave(code)
+    sys.exit(code)
 
 
 def plugins(patient: Patient) -> Iterable[Finding]:
     """What became of every plugin that is installed."""
-    for info in patient.host.report():
+    for info in patient.plugins:
         origin = "built in" if info.built_in else f"{info.distribution} {info.version}".strip()
         provides = ", ".join(info.provides) or "hints only"
         text = f"{info.status}: {info.reason}" if info.reason else f"{provides} ({origin})"
@@ -71,15 +89,17 @@ def plugins(patient: Patient) -> Iterable[Finding]:
 def backends(patient: Patient) -> Iterable[Finding]:
     """What the storage backends say themselves."""
     for name, provision in patient.host.backends().items():
-        yield from _ask(f"backend {name}", provision.diagnose, patient.config)
+        if provision.diagnose is not None:
+            yield from _ask(patient, f"backend {name}", partial(provision.diagnose, patient.config))
 
 
 def engines(patient: Patient) -> Iterable[Finding]:
     """Which transfer engines can be used here and why not the others, and what they say themselves."""
     config, offered = patient.config, patient.host.engines()
     for name, provision in offered.items():
-        yield _usable(patient, name)
-        yield from _ask(f"engine {name}", provision.diagnose, config)
+        yield from _ask(patient, f"engine {name}", partial(_usable, patient, name), _START)
+        if provision.diagnose is not None:
+            yield from _ask(patient, f"engine {name}", partial(provision.diagnose, config))
     known = f"no plugin offers it; there are: {', '.join(offered) or 'none'}"
     if config.transfer_engine not in ("auto", *offered):
         yield Finding("error", f"maru_transfer_engine={config.transfer_engine}", known)
@@ -146,39 +166,70 @@ CHECKS: Final[Sequence[tuple[str, Check]]] = (
 )
 
 
-def _usable(patient: Patient, name: str) -> Finding:
-    """Whether an engine can be used, by foreign code, whatever it does."""
+def _usable(patient: Patient, name: str) -> Sequence[Finding]:
+    """Whether an engine can be used."""
     config = patient.config
     subject = f"engine {name}"
     if name in config.transfer_exclude:
-        return Finding("note", subject, "excluded by maru_transfer_exclude")
+        return [Finding("note", subject, "excluded by maru_transfer_exclude")]
     try:
         engine = patient.host.engine(name)
         if engine.is_available():
-            return Finding("ok", subject, "can be used here")
+            return [Finding("ok", subject, "can be used here")]
         reason = str(engine.import_error())
-    except BaseException as error:  # noqa: BLE001 - a plugin's code, see pass_interrupt
-        pass_interrupt(error)
+    except BaseException as error:  # noqa: BLE001 - a plugin's code, on a thread that no interrupt of the user reaches
         reason = show(error)
-    return Finding("error" if name == config.transfer_engine else "note", subject, f"cannot be used here: {reason}")
+    level: Level = "error" if name == config.transfer_engine else "note"
+    return [Finding(level, subject, f"cannot be used here: {reason}")]
 
 
-def _ask(who: str, diagnose: Diagnose | None, config: MaruConfig) -> Iterable[Finding]:
-    """Findings of foreign code, whatever it does."""
-    if diagnose is None:
+def _ask(
+    patient: Patient, who: str, look: Callable[[], Iterable[Finding]], patience: float = _PATIENCE
+) -> Iterable[Finding]:
+    """Findings of foreign code, whatever it does and however long it takes."""
+    call = BoundedCall(_THREAD, partial(_findings, look))
+    if not call.wait(patience):
+        fault = f"did not end within {patience:g} s"
+    elif isinstance(call.answer, str):
+        fault = f"failed: {call.answer}"
+    else:
+        yield from call.answer
         return
+    info = next((info for info in patient.plugins if who in info.provides), None)
+    if info is None or info.built_in:
+        yield Finding("error", who, f"its checks {fault}", "look at what its settings name: a disk or device may hang")
+    else:
+        text = f"its checks, of plugin {info.name} ({info.distribution} {info.version}), {fault}"
+        yield Finding("error", who, text, "leave the plugin out of MARU_PLUGINS until it is mended")
+
+
+def _findings(look: Callable[[], Iterable[Finding]]) -> list[Finding] | str:
+    """What it finds, or what is wrong with it. Everything that runs foreign code is in here."""
     try:
-        found = list(diagnose(config))
-        for finding in found:
-            if not isinstance(finding, Finding) or not all(isinstance(part, str) for part in astuple(finding)):
-                raise TypeError(f"{finding!r} is no Finding of texts")
-            if finding.level not in get_args(Level):
-                raise ValueError(f"{finding!r} has no such level")
-    except BaseException as error:  # noqa: BLE001 - a plugin's code, see pass_interrupt
-        pass_interrupt(error)
-        yield Finding("error", who, f"its checks failed: {show(error)}", "`maru plugins`: whose it is")
-        return
-    yield from found
+        return [_checked(one) for one in islice(look(), _MOST_FINDINGS)]
+    except BaseException as error:  # noqa: BLE001 - a plugin's code, on a thread that no interrupt of the user reaches
+        return "KeyboardInterrupt" if type(error) is KeyboardInterrupt else show(error)
+
+
+def _checked(finding: object) -> Finding:
+    """The same in plain texts; raises TypeError or ValueError."""
+    if not isinstance(finding, Finding):
+        raise TypeError(f"{finding!r} is no Finding of texts")
+    parts = (finding.level, finding.subject, finding.text, finding.remedy)
+    if not all(isinstance(part, str) for part in parts):
+        raise TypeError(f"{finding!r} is no Finding of texts")
+    level, *texts = map(str.__str__, parts)
+    if level not in get_args(Level):
+        raise ValueError(f"{finding!r} has no such level")
+    return Finding(level, *texts)  # type: ignore[arg-type]
+
+
+def _leave(code: int) -> NoReturn:
+    """End although a check still runs: what it started, or the memory that it takes, would hold the exit up."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _lines(found: Iterable[tuple[str, Finding]]) -> Iterable[str]:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -118,14 +119,32 @@ class Vendor(FakeBackend):
         return self._answer
 
 
+class Evil(str):
+    """A text with methods of its own."""
+
+    def split(self, *arguments: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    isprintable = encode = __str__ = __repr__ = __hash__ = split  # type: ignore[assignment]
+
+
+class Unshowable:
+    def __repr__(self) -> str:
+        raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(
     ("answer", "level", "expected"),
     [
         ([Finding("warning", "acme0", "is warm", "open a window")], "warning", "is warm"),
-        (ValueError("lost"), "error", "its checks failed: ValueError: lost"),
+        (ValueError("lost"), "error", "its checks, of plugin acme (given ), failed: ValueError: lost"),
         (["text"], "error", "'text' is no Finding"),
-        (None, "error", "its checks failed: TypeError"),
-        (SystemExit(0), "error", "its checks failed: SystemExit: 0"),
+        (None, "error", "failed: TypeError"),
+        (SystemExit(0), "error", "failed: SystemExit: 0"),
+        (KeyboardInterrupt(), "error", "failed: KeyboardInterrupt"),
+        ((Finding("ok", f"acme{n}", "is there") for n in range(1)), "ok", "is there"),
+        ([Finding(Evil("ok"), Evil("acme0"), Evil("is there"))], "ok", "is there"),  # type: ignore[arg-type]
+        ([Unshowable()], "error", "failed: KeyboardInterrupt"),
         ([Finding(7, None, 3, None)], "error", "is no Finding of texts"),  # type: ignore[arg-type]
         ([Finding("fatal", "acme0", "is hot")], "error", "has no such level"),  # type: ignore[arg-type]
     ],
@@ -133,8 +152,65 @@ class Vendor(FakeBackend):
 def test_vendors_add_findings_and_their_faults_are_findings(answer: object, level: str, expected: str) -> None:
     patient = module.Patient(MaruConfig(), PluginHost.with_plugins({"acme": Vendor(answer)}))
     (found,) = module.backends(patient)
-    assert found.level == level
+    assert (found.level, type(found.level)) == (level, str)
     assert expected in found.text
+    assert found.remedy or level == "ok"
+
+
+HANGING = """
+import os, sys, threading, time
+from maru_core.cli import main
+from maru_core.contracts import BackendProvision, EngineProvision, Finding
+from maru_core.host import PluginHost
+from maru_core.plugin import hookimpl
+
+CHECKS = sys.argv[1].split(",")
+
+def hang(config):
+    time.sleep(1000)
+
+def endless(config):
+    while True:
+        time.sleep(0.01)
+        yield from ()
+
+def leaves_a_thread(config):
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+    return [Finding("ok", "acme0", "is there")]
+
+class Vendor:
+    @hookimpl
+    def maru_transfer_engines(self):
+        return [EngineProvision(name, lambda: time.sleep(1000)) for name in CHECKS if name == "stuck"]
+
+    @hookimpl
+    def maru_storage_backends(self):
+        checks = {"hangs": hang, "endless": endless, "threads": leaves_a_thread}
+        return [BackendProvision(name, object, diagnose=checks[name]) for name in CHECKS if name in checks]
+
+doctor = sys.modules["maru_core.cli.doctor"]
+doctor._START = 3.0
+PluginHost.discover = lambda settings: PluginHost.with_plugins({"acme": Vendor()})
+main(["doctor", "--json", "--runtime-dir", sys.argv[2]])
+"""
+
+
+@pytest.mark.parametrize(("checks", "code"), [("hangs,endless", 1), ("threads", 0), ("stuck", 1)])
+def test_checks_that_do_not_end_are_left_behind_and_hold_nothing_up(
+    maru_runtime_dir: Path, checks: str, code: int
+) -> None:
+    started = time.monotonic()
+    command = [sys.executable, "-c", HANGING, checks, str(maru_runtime_dir)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    took = time.monotonic() - started
+    found = [one for one in json.loads(run.stdout) if one["area"] in ("backends", "engines")]
+    assert run.returncode == code, run.stderr
+    assert took < 20
+    for one in found if code else ():
+        assert one["level"] == "error"
+        assert "of plugin acme (given ), did not end within 3 s" in one["text"]
+        assert "MARU_PLUGINS" in one["remedy"]
+    assert len(found) == len(checks.split(","))
 
 
 def test_what_a_vendor_says_cannot_obey_a_terminal(maru_runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
