@@ -12,7 +12,7 @@ from maru_backends.capacity import available_memory, filesystem_type, free_space
 from maru_backends.devdax import DaxDevice
 from maru_backends.locks import is_owned
 from maru_backends.ownership import Known
-from maru_backends.places import Place, huge_pages_allowed
+from maru_backends.places import Place, huge_pages_allowed, shares
 from maru_core.config import MaruConfig
 from maru_core.contracts import Finding
 from maru_core.errors import BackendError
@@ -52,7 +52,7 @@ def check_cpu(config: MaruConfig, root: Path = ROOT) -> Sequence[Finding]:
                 "warning",
                 folder,
                 f"a pool of {format_size(wanted)} does not fit into what is free now (unless one is there already)",
-                "lower maru_pool_size, or in a container raise --shm-size",
+                f"lower {config.size_setting_of('cpu')}, or in a container raise --shm-size",
             )
         )
     return [*found, *_huge_pages(root)]
@@ -78,6 +78,8 @@ def check_cxl(
     for path in paths if used else ():
         if os.path.realpath(path) not in known:
             found += _named(path, sysfs)
+    if used:
+        found += _unused(config, paths, sysfs)
     usable = [device.path for device in devices if device.problem is None]
     if used and not paths and len(usable) != 1:
         text = f"{len(usable)} devices could be used and none is named"
@@ -118,6 +120,21 @@ def _named(path: str, sysfs: Path) -> Iterator[Finding]:
         return
     text = f"a file stands in for a device, for development only: {state}"
     yield Finding("warning", path, text, "set maru_cxl_pool_path to a DAX device")
+
+
+def _unused(config: MaruConfig, paths: Sequence[str], sysfs: Path) -> Iterator[Finding]:
+    """Which of the named devices the size leaves unused."""
+    size, setting = config.pool_size_of("cxl"), config.size_setting_of("cxl")
+    if size is None:
+        return
+    try:
+        places = [Place.find(path, "", sysfs) for path in paths]
+    except BackendError:
+        return  # told of by itself
+    for place, share in zip(places, shares(places, size), strict=True):
+        if not share:
+            text = f"stays unused: {setting} is {format_size(size)}, which is reached without it"
+            yield Finding("warning", place.path, text, f"raise {setting}, or leave it out of maru_cxl_pool_path")
 
 
 def _state(place: Place) -> str:

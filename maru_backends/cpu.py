@@ -92,6 +92,7 @@ class CpuBackend:
     """Makes and maps pools of host memory. Implements :class:`maru_core.contracts.StorageBackend`."""
 
     name: Final = NAME
+    one_host: Final = True
 
     def __init__(self, memory: Callable[[], Available] = available_memory) -> None:
         """``memory`` tells how much there is to take."""
@@ -107,6 +108,7 @@ class CpuBackend:
         The size is rounded down to whole pages of the file system. A file that a dead owner left behind is removed; one
         whose owner lives is an error.
         """
+        _check_shared(request)
         if not _OWNER.fullmatch(request.owner):
             raise BackendError(
                 f"pool owner {request.owner!r} is not a file name: use letters, digits, '.', '_' and '-'"
@@ -122,11 +124,12 @@ class CpuBackend:
                 descriptor = _plan(request, str(location), os.fstatvfs(folder_fd).f_bsize)
                 _remove_stale(folder_fd, name, location)
                 _mark(str(location)).unlink(missing_ok=True)
-                self._check_room(descriptor, folder_fd, root)
-                return _allocate(folder_fd, name, descriptor)
+                self._check_room(request, descriptor, folder_fd, root)
+                return _allocate(folder_fd, name, descriptor, request)
 
     def adopt_pool(self, request: PoolRequest) -> CpuPool | None:
         """Take over ``<path>/maru-<owner>/pool-<n>`` if its owner is dead and it is of this boot and of this size."""
+        _check_shared(request)
         folder = Path(request.path or DEFAULT_PATH).resolve() / f"{_FOLDER}{request.owner}"
         location = folder / f"{_FILE}{request.pool}"
         try:
@@ -152,13 +155,13 @@ class CpuBackend:
         # Shows that the memory is in use although its owner may be dead: nobody takes it for an orphan meanwhile.
         folder = _lock_shared(Path(descriptor.location).parent)
         try:
-            return map_file(descriptor, folder)
+            return map_file(descriptor, boot_id(), folder)
         except BaseException:
             if folder is not None:
                 os.close(folder)
             raise
 
-    def _check_room(self, descriptor: PoolDescriptor, folder_fd: int, root: Path) -> None:
+    def _check_room(self, request: PoolRequest, descriptor: PoolDescriptor, folder_fd: int, root: Path) -> None:
         kind = filesystem_type(os.fstat(folder_fd).st_dev)
         limits = list(free_space(folder_fd, str(root)))
         if kind in _MEMORY_FILESYSTEMS:
@@ -167,7 +170,7 @@ class CpuBackend:
             limits.append(free_huge_pages(os.fstatvfs(folder_fd).f_bsize))
         tightest = min(limits, key=lambda available: available.size, default=NO_LIMIT)
         if descriptor.size > tightest.size:
-            raise BackendError(_no_room(descriptor.size, tightest))
+            raise BackendError(_no_room(descriptor.size, tightest, request.size_setting))
 
 
 @hookimpl
@@ -183,10 +186,18 @@ def maru_storage_backends() -> Sequence[BackendProvision]:
     ]
 
 
-def _no_room(size: int, available: Available) -> str:
+def _check_shared(request: PoolRequest) -> None:
+    if request.shared_by_hosts:
+        raise BackendError(
+            "pools of cpu are memory of one host, and maru_visibility=hosts asks for pools that several share; make "
+            "them of cxl, or set maru_visibility=auto (with mixed, cpu is then for this host and cxl for all)"
+        )
+
+
+def _no_room(size: int, available: Available, setting: str) -> str:
     return (
         f"a pool of {size} bytes ({format_size(size)}) was asked for, {available.size} bytes "
-        f"({format_size(available.size)}) are there ({available.source}); lower maru_pool_size, or set maru_pool_path"
+        f"({format_size(available.size)}) are there ({available.source}); lower {setting}, or set maru_pool_path"
     )
 
 
@@ -214,7 +225,7 @@ def _existing(fd: int, request: PoolRequest, location: str, page: int) -> PoolDe
     return evolve(wanted, identity=block.identity)
 
 
-def _allocate(folder_fd: int, name: str, descriptor: PoolDescriptor) -> CpuPool:
+def _allocate(folder_fd: int, name: str, descriptor: PoolDescriptor, request: PoolRequest) -> CpuPool:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         fd = os.open(name, flags, 0o600, dir_fd=folder_fd)
@@ -226,7 +237,7 @@ def _allocate(folder_fd: int, name: str, descriptor: PoolDescriptor) -> CpuPool:
             os.posix_fallocate(fd, 0, descriptor.size)
         except OSError as error:
             left = next(iter(free_space(fd, descriptor.location)), NO_LIMIT)
-            raise BackendError(f"{error.strerror}: {_no_room(descriptor.size, left)}") from error
+            raise BackendError(f"{error.strerror}: {_no_room(descriptor.size, left, request.size_setting)}") from error
         region = MappedRegion(descriptor, map_fd(fd, descriptor))
         block = superblock_of(descriptor, boot_id(), place_of(fd))
         # Last, so that whoever finds a valid superblock finds a whole pool.

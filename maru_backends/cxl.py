@@ -27,7 +27,7 @@ from maru_backends.locks import lock_alone, lock_shared, own, unlock
 from maru_backends.mapped import check_block, check_geometry, new_descriptor, superblock_of
 from maru_backends.origin import Host, place_of
 from maru_backends.ownership import Known, OwnerRecord, ended, refusal
-from maru_backends.places import Flusher, Place, no_room
+from maru_backends.places import Flusher, Place, no_room, shares
 from maru_core.config import MaruConfig
 from maru_core.contracts import BackendProvision, Finding, PoolPlan, PoolRequest, PoolWish, StorageBackend
 from maru_core.errors import BackendError
@@ -93,19 +93,24 @@ class CxlBackend:
         if twice:
             raise BackendError(f"maru_cxl_pool_path is {wish.path!r}, which names {', '.join(sorted(twice))} twice")
         if wish.size is None:
-            return [PoolPlan(NAME, _whole(place), _path_of(place)) for place in places]
-        plans: list[PoolPlan] = []
-        rest = wish.size
-        for number, place in enumerate(places):
-            share = -(-rest // (len(places) - number)) if place.capacity is None else place.capacity
-            size = place.floor(min(rest, share))
-            if size or not plans:
-                plans.append(PoolPlan(NAME, size or wish.size, _path_of(place)))
-            rest -= size
-        if rest >= max(place.align for place in places):
-            paths = ", ".join(place.path for place in places)
-            raise BackendError(no_room(wish.size, Available(wish.size - rest, f"the capacity of {paths}")))
-        return plans
+            return [PoolPlan(NAME, _whole(place, wish), _path_of(place), wish.size_setting) for place in places]
+        sizes = shares(places, wish.size)
+        if wish.size - sum(sizes) >= max(place.align for place in places):
+            there = Available(sum(sizes), f"the capacity of {', '.join(place.path for place in places)}")
+            raise BackendError(no_room(wish.size, there, wish.size_setting))
+        if not any(sizes):
+            # Refused when it is made, with the alignment.
+            return [PoolPlan(NAME, wish.size, _path_of(places[0]), wish.size_setting)]
+        pairs = list(zip(places, sizes, strict=True))
+        unused = [place.path for place, size in pairs if not size]
+        if unused:
+            self._log.warning(
+                "devices stay unused: the size is reached without them",
+                paths=unused,
+                size=wish.size,
+                remedy=f"raise {wish.size_setting}, or leave them out of maru_cxl_pool_path",
+            )
+        return [PoolPlan(NAME, size, _path_of(place), wish.size_setting) for place, size in pairs if size]
 
     def create_pool(self, request: PoolRequest) -> CxlPool:
         """Take a device for ``request.owner`` and write a new pool on it, of whole alignments.
@@ -128,7 +133,12 @@ class CxlBackend:
         fd = None
         try:
             place, descriptor, flusher = self._prepare(request)
+            if not os.path.lexists(place.path):
+                return None
             fd = place.open()
+            if place.look(fd, flusher).is_free:
+                os.close(fd)
+                return None
             pool = self._continue(place, fd, descriptor, request, flusher)
         except (OSError, BackendError) as error:
             self._log.info("pool not taken over", path=request.path, reason=str(error))
@@ -165,7 +175,7 @@ class CxlBackend:
         if not size:
             raise BackendError(
                 f"a pool of {request.size} bytes cannot hold one granule: {place.path} is used in whole alignments of "
-                f"{place.align} bytes; raise maru_cxl_pool_size"
+                f"{place.align} bytes; raise {request.size_setting}"
             )
         descriptor = new_descriptor(request, NAME, place.path, size, flush=request.shared_by_hosts)
         return place, descriptor, self._flusher(request.shared_by_hosts)
@@ -202,7 +212,7 @@ class CxlBackend:
         former = known.record
         if former is not None and (former.state != "released" or former.mapped):
             time.sleep(self._settle)
-        place.allocate(fd, descriptor.size, self._memory)
+        place.allocate(fd, descriptor.size, self._memory, request.size_setting)
         region = CxlRegion(descriptor, place.map(fd, descriptor.size), flusher)
         record = OwnerRecord.of_this(request.owner, request.pool, host, node, abroad=request.shared_by_hosts)
         pool = CxlPool(region, fd, place, record, known.sequence)
@@ -339,9 +349,11 @@ def _path_of(place: Place) -> str:
     return os.path.dirname(place.path) if place.made else place.path
 
 
-def _whole(place: Place) -> int:
+def _whole(place: Place, wish: PoolWish) -> int:
     if place.capacity is None:
-        raise BackendError(f"no size was given, and {place.path} has none of its own; set maru_cxl_pool_size")
+        raise BackendError(f"no size was given, and {place.path} has none of its own; set {wish.size_setting}")
+    if not place.capacity:
+        raise BackendError(f"{place.path} is shorter than {place.align} bytes, in which it is used: make it larger")
     return place.capacity
 
 

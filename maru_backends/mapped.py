@@ -9,9 +9,10 @@ import secrets
 import stat
 from typing import Final
 
+from maru_backends.origin import UNKNOWN
 from maru_core.contracts import PoolRequest
 from maru_core.errors import BackendError
-from maru_core.pool_format import HEADER_SIZE, SUPERBLOCK_SIZE, Superblock, plan_pool, unpack_superblock
+from maru_core.pool_format import SUPERBLOCK_SIZE, Superblock, plan_pool, unpack_superblock
 from maru_core.protocol import PoolDescriptor
 
 #: madvise(2) since Linux 5.14, not yet named by Python. Enters pages into the page tables, writable.
@@ -91,7 +92,7 @@ def new_descriptor(
     request: PoolRequest, backend: str, location: str, size: int, *, flush: bool = False
 ) -> PoolDescriptor:
     """A pool of ``size`` bytes as ``request`` wants it, with a new identity; raises BackendError if it is too small."""
-    entry_count, data_offset = plan_pool(size, request.granule)
+    entry_count, data_offset = plan_pool(size, request.granule, size_setting=request.size_setting)
     return PoolDescriptor(
         pool=request.pool,
         backend=backend,
@@ -120,10 +121,11 @@ def superblock_of(descriptor: PoolDescriptor, boot: bytes, place: bytes) -> Supe
     )
 
 
-def map_file(descriptor: PoolDescriptor, keeps: int | None = None) -> MappedRegion:
+def map_file(descriptor: PoolDescriptor, boot: bytes, keeps: int | None = None) -> MappedRegion:
     """Map the existing file that ``descriptor`` names, after checking that it is that pool; raises BackendError.
 
-    ``keeps``: a descriptor that the region closes when it is closed.
+    ``boot``: id of the running kernel. A file system may show a file of another host, whose stores are seen late or
+    never. ``keeps``: a descriptor that the region closes when it is closed.
     """
     location = descriptor.location
     check_geometry(descriptor)
@@ -145,7 +147,10 @@ def map_file(descriptor: PoolDescriptor, keeps: int | None = None) -> MappedRegi
     finally:
         os.close(fd)
     with memoryview(mapping) as view:
-        check_block(unpack_superblock(view[:SUPERBLOCK_SIZE]), descriptor, location)
+        block = unpack_superblock(view[:SUPERBLOCK_SIZE])
+    check_block(block, descriptor, location)
+    if block.boot_id != boot and UNKNOWN not in (block.boot_id, boot):
+        raise BackendError(f"pool {location} is memory of another host, or of this one before it was started anew")
     return MappedRegion(descriptor, mapping, keeps)
 
 
@@ -172,8 +177,5 @@ def check_block(block: Superblock, descriptor: PoolDescriptor, location: str) ->
 
 def check_geometry(descriptor: PoolDescriptor) -> None:
     """Refuse a descriptor whose table or data would lie outside of the pool."""
-    d = descriptor
-    ends = (d.table_offset + d.entry_count * HEADER_SIZE, d.data_offset + d.entry_count * d.granule)
-    ordered = SUPERBLOCK_SIZE <= d.table_offset <= ends[0] <= d.data_offset <= ends[1] <= d.size
-    if not ordered or min(d.granule, d.entry_count) <= 0 or d.entry_base < 0:
-        raise BackendError(f"the server describes a pool that cannot be: {d}")
+    if not descriptor.is_possible:
+        raise BackendError(f"the server describes a pool that cannot be: {descriptor}")

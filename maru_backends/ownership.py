@@ -88,6 +88,12 @@ class Known:
     damaged: bool
     block: Superblock | None
 
+    @property
+    def is_free(self) -> bool:
+        """Whether there is no pool, and there was none or its owner ended in order."""
+        gone = self.record is None or self.record.state == "released"
+        return gone and self.block is None and not self.damaged
+
 
 def read_record(page: bytes) -> tuple[OwnerRecord | None, int, bool]:
     """The latest record in a first page, its sequence number, and whether something there is no whole record."""

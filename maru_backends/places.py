@@ -7,7 +7,7 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -164,11 +164,11 @@ class Place:
             raise BackendError(f"{self.path} is no file of Maru's, and what it holds would be lost: remove it first")
         return Known(record, sequence, damaged or (block is None and magics[0]), block)
 
-    def allocate(self, fd: int, size: int, memory: Callable[[], Available]) -> None:
-        """Make sure that ``size`` bytes are there; raises BackendError with both sizes."""
+    def allocate(self, fd: int, size: int, memory: Callable[[], Available], setting: str) -> None:
+        """Make sure that ``size`` bytes, as ``setting`` asks for, are there; raises BackendError with both sizes."""
         if self.capacity is not None and size > self.capacity:
             source = "" if self.device is None else f", align {format_size(self.align)}"
-            raise BackendError(no_room(size, Available(self.capacity, f"the capacity of {self.path}{source}")))
+            raise BackendError(no_room(size, Available(self.capacity, f"the capacity of {self.path}{source}"), setting))
         if self.device is not None:
             return
         limits = list(free_space(fd, self.path))
@@ -177,7 +177,7 @@ class Place:
             limits.append(memory())
         tightest = min(limits, key=lambda available: available.size, default=NO_LIMIT)
         if size - status.st_blocks * 512 > tightest.size:
-            raise BackendError(no_room(size, tightest))
+            raise BackendError(no_room(size, tightest, setting))
         try:
             if self.capacity is None and status.st_size > size:
                 os.ftruncate(fd, size)
@@ -185,7 +185,7 @@ class Place:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
             left = next(iter(free_space(fd, self.path)), NO_LIMIT)
-            raise BackendError(f"{error.strerror}: {no_room(size, left)}") from error
+            raise BackendError(f"{error.strerror}: {no_room(size, left, setting)}") from error
 
     def _check(self, status: os.stat_result) -> None:
         if self.device is not None:
@@ -209,6 +209,16 @@ class Place:
         return ""
 
 
+def shares(places: Sequence[Place], size: int) -> list[int]:
+    """How many bytes each of ``places`` gives to ``size`` bytes: what it has, in their order, until that is reached."""
+    found: list[int] = []
+    for number, place in enumerate(places):
+        rest = size - sum(found)
+        most = -(-rest // (len(places) - number)) if place.capacity is None else place.capacity
+        found.append(place.floor(min(rest, most)))
+    return found
+
+
 def address_of(mapping: mmap.mmap) -> int:
     """Where a mapping is in this process."""
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
@@ -223,10 +233,10 @@ def huge_pages_allowed(root: Path = Path("/")) -> bool:
     return "\nTHP_enabled:\t0\n" not in status
 
 
-def no_room(size: int, available: Available) -> str:
+def no_room(size: int, available: Available, setting: str) -> str:
     """The text of an error with both sizes."""
     return (
         f"a pool of {size} bytes ({format_size(size)}) was asked for, {available.size} bytes "
-        f"({format_size(available.size)}) are there ({available.source}); lower maru_cxl_pool_size, or name more "
+        f"({format_size(available.size)}) are there ({available.source}); lower {setting}, or name more "
         f"devices in maru_cxl_pool_path"
     )

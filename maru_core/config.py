@@ -274,7 +274,7 @@ class MaruConfig:
         VISIBILITY,
         "Who reads and writes the pools. `host`: one coherent host. `hosts`: hosts that share memory without being "
         "coherent, for which caches are written back and emptied. `auto`: `hosts` when the server listens where other "
-        "hosts reach it.",
+        "hosts reach it, for pools that they can map (`cxl`, not `cpu`).",
     )
     cache_namespace: str = _setting(
         "", LABEL, "Added to the identity of everything stored: engines share only what has the same value."
@@ -413,6 +413,13 @@ class MaruConfig:
             return None
         return self.pool_size if own is None else own
 
+    def size_setting_of(self, backend: str) -> str:
+        """What was set to get :meth:`pool_size_of`, as whoever set it spells it: an option, a variable, or a key."""
+        own = f"{backend}_pool_size" if backend in ("cpu", "cxl") else "pool_size"
+        whole = backend == "cxl" and self.pool_size_of(backend) is None
+        key = PREFIX + (own if whole or getattr(self, own) is not None else "pool_size")
+        return _spelt(key, self.sources.get(key))
+
     def pool_path_of(self, backend: str) -> str | None:
         """Where ``backend`` makes its pools: its own setting, else ``pool_path``; ``None`` for its default."""
         if backend != "cxl":
@@ -501,13 +508,16 @@ def _parse(attribute: Attribute[Any], value: object, source: str | None) -> Any:
 
 
 def _ill_typed(attribute: Attribute[Any], value: object, source: str | None) -> ConfigError:
-    key = PREFIX + attribute.name
-    if source is not None and source.startswith("--"):
-        shown, origin = source, ""
-    else:
-        shown = key.upper() if source == "environment" else key
-        origin = f" (from the {source})" if source else ""
+    origin = "" if source is None or source.startswith("--") else f" (from the {source})"
+    shown = _spelt(PREFIX + attribute.name, source)
     return ConfigError(f"{shown} is {value!r}{origin}; expected {attribute.metadata['kind'].expected}")
+
+
+def _spelt(key: str, source: str | None) -> str:
+    """How a setting is called where it was set."""
+    if source is not None and source.startswith("--"):
+        return source
+    return key.upper() if source == "environment" else key
 
 
 def _renamed(layer: Mapping[str, Any], spell: Callable[[str], str]) -> dict[str, Any]:

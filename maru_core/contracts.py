@@ -64,30 +64,34 @@ class PoolWish:
 
     ``size`` in bytes over all its pools; ``None``: all there is, which only a backend of whole devices is asked for.
     ``members``: what the backends that this one puts together shall give, in the order in which objects are placed.
+    ``size_setting``: what the operator set to get this size, for errors.
     """
 
     backend: str
     size: int | None
     path: str | None
     members: tuple[PoolWish, ...] = ()
+    size_setting: str = "maru_pool_size"
 
 
 @frozen
 class PoolPlan:
-    """One pool that is to be made: by which backend, its size in bytes, and where."""
+    """One pool that is to be made: by which backend, its size in bytes, and where. ``size_setting`` as wished."""
 
     backend: str
     size: int
     path: str | None
+    size_setting: str = "maru_pool_size"
 
 
 @frozen
 class PoolRequest:
-    """What the server asks a backend for. Sizes in bytes; ``path`` is that of the plan.
+    """What the server asks a backend for. Sizes in bytes; ``path`` and ``size_setting`` are those of the plan.
 
     ``owner`` is unique to this server's runtime folder: two servers never ask for pools of one owner.
     ``shared_by_hosts``: clients on hosts that are not coherent with this one will map the pool; its descriptor must say
-    ``flush`` then. ``take_over``: the operator's word that whoever used this memory before has ended.
+    ``flush`` then, or the backend refuses. ``take_over``: the operator's word that whoever used this memory before has
+    ended.
     """
 
     pool: int
@@ -98,6 +102,7 @@ class PoolRequest:
     owner: str
     shared_by_hosts: bool = False
     take_over: bool = False
+    size_setting: str = "maru_pool_size"
 
 
 class Pool(Protocol):
@@ -119,7 +124,11 @@ class Pool(Protocol):
 
 
 class StorageBackend(Protocol):
-    """Kinds of memory: creates pools (server side) and maps them (client side)."""
+    """Kinds of memory: creates pools (server side) and maps them (client side).
+
+    One with an attribute ``one_host`` that is true makes pools that no other host can map. It is asked for pools that
+    hosts share only when the operator insists (``maru_visibility=hosts``), and must refuse then.
+    """
 
     @property
     def name(self) -> str:
@@ -154,8 +163,8 @@ class StorageBackend(Protocol):
 def one_pool(wish: PoolWish) -> tuple[PoolPlan]:
     """The plan of a backend that makes one pool, as large as it is told."""
     if wish.size is None:
-        raise BackendError(f"no size was given for a pool of {wish.backend}; set maru_pool_size")
-    return (PoolPlan(wish.backend, wish.size, wish.path),)
+        raise BackendError(f"no size was given for a pool of {wish.backend}; set {wish.size_setting}")
+    return (PoolPlan(wish.backend, wish.size, wish.path, wish.size_setting),)
 
 
 class Transfer(Protocol):

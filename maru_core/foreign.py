@@ -10,12 +10,16 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from maru_core import logs
 from maru_core.contracts import Pool, PoolPlan, PoolRequest, PoolWish, Region, StorageBackend
 from maru_core.errors import BackendError, MaruError
 from maru_core.plugin_checks import check_methods
 from maru_core.protocol.messages import PoolDescriptor
 
 T = TypeVar("T")
+
+#: How much larger than asked for a pool may be.
+_MOST = 1.05
 
 #: Finds a backend by name, as :meth:`maru_core.host.PluginHost.backend` does.
 Backends = Callable[[str], StorageBackend]
@@ -67,6 +71,11 @@ class BoundedCall:
             self._done.set()
 
 
+def is_of_one_host(backends: Backends, name: str) -> bool:
+    """Whether no other host can map pools of this backend, see StorageBackend. Raises BackendError."""
+    return _call(name, "one_host", lambda: getattr(backends(name), "one_host", False), bool)
+
+
 def plan_pools(backends: Backends, wish: PoolWish) -> tuple[PoolPlan, ...]:
     """See StorageBackend.plan_pools; at least one plan, each of a backend and a size. Raises BackendError."""
 
@@ -75,8 +84,10 @@ def plan_pools(backends: Backends, wish: PoolWish) -> tuple[PoolPlan, ...]:
         for plan in found:
             if not isinstance(plan, PoolPlan):
                 raise TypeError(f"{plan!r} is no PoolPlan")
-            if type(plan.size) is not int or plan.size <= 0 or not isinstance(plan.backend, str):
-                raise ValueError(f"{plan} has no size in bytes, or no backend")
+            if type(plan.size) is not int or not 0 < plan.size < 1 << 63:
+                raise ValueError(f"{plan} has no size in bytes")
+            if not all(isinstance(text, str) for text in (plan.backend, plan.path or "", plan.size_setting)):
+                raise ValueError(f"{plan} has no backend, or a path or setting that is no text")
         if not found:
             raise ValueError(f"it plans no pool for {wish}")
         return found
@@ -85,23 +96,56 @@ def plan_pools(backends: Backends, wish: PoolWish) -> tuple[PoolPlan, ...]:
 
 
 def create_pool(backends: Backends, plan: PoolPlan, request: PoolRequest) -> Pool:
-    """See StorageBackend.create_pool; raises BackendError."""
-    return _call(plan.backend, "create_pool", lambda: backends(plan.backend).create_pool(request), _pool)
+    """See StorageBackend.create_pool; the pool is the one that was asked for. Raises BackendError."""
+
+    def check(pool: Any) -> Pool:
+        try:
+            return _pool(pool, plan, request)
+        except BaseException:
+            end_pool(pool, keep=False)
+            raise
+
+    return _call(plan.backend, "create_pool", lambda: backends(plan.backend).create_pool(request), check)
 
 
 def adopt_pool(backends: Backends, plan: PoolPlan, request: PoolRequest) -> Pool | None:
     """See StorageBackend.adopt_pool; raises BackendError."""
 
     def check(pool: Any) -> Pool | None:
-        return None if pool is None else _pool(pool)
+        try:
+            return None if pool is None else _pool(pool, plan, request)
+        except BaseException:
+            end_pool(pool, keep=True)
+            raise
 
     return _call(plan.backend, "adopt_pool", lambda: backends(plan.backend).adopt_pool(request), check)
 
 
+def end_pool(pool: Any, *, keep: bool, alone: bool = False) -> None:
+    """Let go of a pool, which stays if ``keep``. ``alone``: nobody else has it, see :class:`Pool`. What fails is told.
+
+    The others of the server are still to be let go of, so only a real interrupt passes.
+    """
+    try:
+        if alone and not keep and hasattr(pool, "nobody_left"):
+            pool.nobody_left()
+        pool.leave() if keep else pool.destroy()
+    except BaseException as error:  # noqa: BLE001 - see above
+        pass_interrupt(error)
+        logs.get_logger(__name__).warning("a pool could not be let go", pool=type(pool).__name__, reason=show(error))
+
+
 def map_region(backends: Backends, descriptor: PoolDescriptor) -> Region:
-    """See StorageBackend.map_region; raises BackendError."""
+    """See StorageBackend.map_region; the region is of that pool. Raises BackendError."""
     name = descriptor.backend
-    return _call(name, "map_region", lambda: backends(name).map_region(descriptor), _region)
+
+    def check(region: Any) -> Region:
+        found = _region(region)
+        if found.descriptor != descriptor:
+            raise ValueError(f"its region is of {found.descriptor!r}, asked for was {descriptor!r}")
+        return found
+
+    return _call(name, "map_region", lambda: backends(name).map_region(descriptor), check)
 
 
 def _call(backend: str, method: str, call: Callable[[], Any], check: Callable[[Any], T]) -> T:
@@ -120,16 +164,29 @@ def _call(backend: str, method: str, call: Callable[[], Any], check: Callable[[A
         raise BackendError(f"{wrong}, its answer is of no use: {show(error)}; {whose}") from error
 
 
-def _pool(pool: Any) -> Pool:
+def _pool(pool: Any, plan: PoolPlan, request: PoolRequest) -> Pool:
     check_methods("its pool", pool, ("destroy", "leave"))
-    _region(pool.region)
+    found = _region(pool.region).descriptor
+    got = (found.pool, found.backend, found.granule, found.entry_base)
+    asked = (request.pool, plan.backend, request.granule, request.entry_base)
+    if got != asked:
+        raise ValueError(f"its pool has number, backend, granule and first entry {got}, asked for were {asked}")
+    if found.size > request.size * _MOST:
+        raise ValueError(f"its pool has {found.size} bytes, asked for were {request.size}")
+    if request.shared_by_hosts and not found.flush:
+        raise ValueError("its pool does not say flush, although hosts share it")
     checked: Pool = pool
     return checked
 
 
 def _region(region: Any) -> Region:
     check_methods("its region", region, ("publish", "acquire", "populate", "close"))
-    if not isinstance(region.descriptor, PoolDescriptor) or not isinstance(region.buffer, memoryview):
-        raise TypeError(f"its region has descriptor {region.descriptor!r} and buffer {region.buffer!r}")
+    descriptor, buffer = region.descriptor, region.buffer
+    if not isinstance(descriptor, PoolDescriptor) or not isinstance(buffer, memoryview):
+        raise TypeError(f"its region has descriptor {descriptor!r} and buffer {buffer!r}")
+    if PoolDescriptor.from_wire(descriptor.to_wire()) != descriptor or not descriptor.is_possible:
+        raise ValueError(f"its region has a descriptor that cannot be: {descriptor!r}")
+    if buffer.readonly or buffer.format != "B" or not buffer.c_contiguous or buffer.nbytes != descriptor.size:
+        raise ValueError(f"its region shows {buffer.nbytes} of {descriptor.size} bytes, or not as writable bytes")
     checked: Region = region
     return checked

@@ -88,7 +88,9 @@ class Superblock:
     place: bytes = bytes(16)
 
 
-def plan_pool(size: int, granule: int, alignment: int = 4096) -> tuple[int, int]:
+def plan_pool(
+    size: int, granule: int, alignment: int = 4096, *, size_setting: str = "maru_pool_size"
+) -> tuple[int, int]:
     """Return ``(entry_count, data_offset)`` of a pool of ``size`` bytes in all, headers included.
 
     ``data_offset`` is a multiple of the larger of ``alignment`` and ``granule`` so that every granule is aligned.
@@ -104,7 +106,7 @@ def plan_pool(size: int, granule: int, alignment: int = 4096) -> tuple[int, int]
         count = min(count - 1, fits)
     raise BackendError(
         f"a pool of {size} bytes cannot hold one granule of {granule} bytes beside its headers; "
-        f"raise maru_pool_size or lower maru_chunk_size"
+        f"raise {size_setting} or lower maru_chunk_size"
     )
 
 

@@ -38,4 +38,5 @@ def read_order(config: MaruConfig, plans: Sequence[PoolPlan]) -> tuple[int, ...]
 
 
 def _wish_of(config: MaruConfig, backend: str) -> PoolWish:
-    return PoolWish(backend, config.pool_size_of(backend), config.pool_path_of(backend))
+    setting = config.size_setting_of(backend)
+    return PoolWish(backend, config.pool_size_of(backend), config.pool_path_of(backend), size_setting=setting)

@@ -220,6 +220,16 @@ class BackendContract:
         assert [pool.region.buffer[d.data_offset] for pool in pools] == [1, 2, 3]
         assert len({pool.region.descriptor.identity for pool in pools}) == 3
 
+    def test_a_pool_that_hosts_share_says_so_or_is_refused(
+        self, backend: StorageBackend, ask: PoolRequest, create: Create
+    ) -> None:
+        if getattr(backend, "one_host", False):
+            with pytest.raises(BackendError, match="maru_visibility"):
+                create(shared_by_hosts=True)
+        else:
+            assert create(shared_by_hosts=True).region.descriptor.flush
+        assert not getattr(backend, "one_host", False) or not create().region.descriptor.flush
+
     def test_a_closed_region_shows_nothing_new(self, create: Create, backend: StorageBackend) -> None:
         region = backend.map_region(create().region.descriptor)
         region.close()

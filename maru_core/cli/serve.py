@@ -105,6 +105,9 @@ def serve(
                 "dma_grace": dma_grace,
             }
         )
+        if report_fd is not None:
+            # Passed on by an engine, whose user knows the settings, not the options.
+            config = evolve(config, sources=dict.fromkeys(config.sources, "extra config"))
         if pool_size is not None:
             # What the environment says of one backend is not what this command line says of all.
             config = evolve(

@@ -63,7 +63,7 @@ from typing import Any, Final
 from attrs import frozen
 
 from maru_core.errors import ProtocolError
-from maru_core.pool_format import HEADER_SIZE
+from maru_core.pool_format import HEADER_SIZE, SUPERBLOCK_SIZE
 
 #: Largest frame either side accepts, in bytes: 100,000 keys and their parents fit. Clients split longer batches.
 MAX_MESSAGE: Final = 8 * 1024 * 1024
@@ -182,6 +182,13 @@ class PoolDescriptor:
     table_offset: int
     data_offset: int
     flush: bool = False
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether superblock, header table and data lie behind one another within the pool."""
+        ends = (self.table_offset + self.entry_count * HEADER_SIZE, self.data_offset + self.entry_count * self.granule)
+        ordered = SUPERBLOCK_SIZE <= self.table_offset <= ends[0] <= self.data_offset <= ends[1] <= self.size
+        return ordered and min(self.granule, self.entry_count) > 0 and self.entry_base >= 0
 
     def data_at(self, entry: int) -> int:
         """Offset in the pool of the data of ``entry`` (a number over all pools)."""

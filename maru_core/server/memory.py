@@ -10,7 +10,7 @@ from attrs import asdict, frozen
 from maru_core import logs
 from maru_core.contracts import PolicyFactory, Pool, PoolPlan, PoolRequest, Region, StorageBackend
 from maru_core.errors import BackendError, MaruError
-from maru_core.foreign import adopt_pool, create_pool
+from maru_core.foreign import adopt_pool, create_pool, end_pool
 from maru_core.pool_format import HEADER_SIZE
 from maru_core.protocol.messages import NO_ENTRY
 from maru_core.server.arena import Arena
@@ -25,15 +25,16 @@ _PREFAULT = 1 << 20
 
 @frozen
 class Memory:
-    """What the pools are to be. Sizes in bytes; ``owner``, ``shared_by_hosts`` and ``take_over`` as in PoolRequest.
+    """What the pools are to be. Sizes in bytes; ``owner`` and ``take_over`` as in PoolRequest.
 
-    ``lease_share``, ``namespace_quota``, ``read_order``, ``demote`` and ``promote`` as in :class:`Directory`.
+    ``shared_by_hosts``: of each plan. ``lease_share``, ``namespace_quota``, ``read_order``, ``demote`` and ``promote``
+    as in :class:`Directory`.
     """
 
     plans: tuple[PoolPlan, ...]
     granule: int
     owner: str
-    shared_by_hosts: bool
+    shared_by_hosts: tuple[bool, ...]
     take_over: bool
     lease_share: float
     namespace_quota: int | None
@@ -72,8 +73,9 @@ class Pools:
                     base,
                     plan.path,
                     memory.owner,
-                    memory.shared_by_hosts,
+                    memory.shared_by_hosts[number],
                     memory.take_over,
+                    plan.size_setting,
                 ),
             )
             descriptor = pool.region.descriptor
@@ -109,12 +111,7 @@ class Pools:
             arena.headers.release()
         for pool, table in reversed(self._pools):
             table.release()
-            if keep:
-                pool.leave()
-                continue
-            if alone and hasattr(pool, "nobody_left"):
-                pool.nobody_left()
-            pool.destroy()
+            end_pool(pool, keep=keep, alone=alone)
 
 
 def _directory(memory: Memory, pools: Pools, epochs: Mapping[bytes, int]) -> Directory:
@@ -200,7 +197,9 @@ def start_warm(
                 sessions.adopt(number, namespace, record, now)
             found = directory.recover(writer)
         except MaruError as error:
-            log.info("cold start", reason=str(error))
+            # Where nothing was left, there is nothing that is not taken over.
+            if served.any() or pools.arenas:
+                log.info("cold start", reason=str(error))
             for session in sessions:
                 sessions.close(session)
             return None

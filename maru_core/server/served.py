@@ -20,6 +20,10 @@ class ServedPools:
     def __init__(self, path: Path) -> None:
         self._path = path
 
+    def any(self) -> bool:
+        """Whether any were left: by a server that was killed, or kept them."""
+        return self._path.exists()
+
     def are(self, identities: Sequence[bytes]) -> bool:
         """Whether these were served last. False when that is not known."""
         try:

@@ -21,6 +21,7 @@ from maru_core.access import KeyRing
 from maru_core.address import Address
 from maru_core.contracts import PolicyFactory, PoolPlan, StorageBackend
 from maru_core.errors import ConfigError
+from maru_core.foreign import is_of_one_host
 from maru_core.protocol.version import PROTOCOL_VERSION
 from maru_core.runtime_dir import RuntimeDir, check_url
 from maru_core.server.doors import Footprint, places
@@ -48,7 +49,8 @@ class ServerSettings:
 
     ``pools``: in the order in which objects are placed. ``read_order``: their numbers, those first where an object that
     is in several is read. ``demote``, ``promote``: whether objects move between pools, see :class:`Directory`.
-    ``shared_by_hosts`` ``None``: if it listens where other hosts reach it. ``take_over``: see PoolRequest.
+    ``shared_by_hosts`` ``None``: pools that other hosts can map, if it listens where they reach it. ``take_over``: see
+    PoolRequest.
     ``url`` ``None``: the socket of the runtime folder. ``runtime_dir`` ``None``: the per-user folder. ``idle_exit``
     ``None``: serve until stopped. ``lease_share``: the part of a pool that one session may lease. ``keep_pools``: leave
     the pools in memory at the end, for the next server of this folder. ``dma_grace``: how long devices of a client that
@@ -96,9 +98,7 @@ def run_server(
     log = logs.get_logger(__name__)
     runtime = RuntimeDir.open(settings.runtime_dir)
     url = check_url(settings.url, secured=settings.keys is not None) if settings.url else runtime.url
-    shared_by_hosts = settings.shared_by_hosts
-    if shared_by_hosts is None:
-        shared_by_hosts = not Address.parse(url).is_local
+    shared_by_hosts = _shared_by_hosts(settings, url, backends)
     keys = None
     if settings.keys is not None and url.startswith("tcp:"):
         try:
@@ -199,6 +199,14 @@ def run_server(
             ready(address)
         loop.run()
         log.info("stopping", sessions=len(handlers.sessions))
+
+
+def _shared_by_hosts(settings: ServerSettings, url: str, backends: Callable[[str], StorageBackend]) -> tuple[bool, ...]:
+    """Of each pool. By itself only one that other hosts can both hear of and map."""
+    if settings.shared_by_hosts is not None:
+        return (settings.shared_by_hosts,) * len(settings.pools)
+    reached = not Address.parse(url).is_local
+    return tuple(reached and not is_of_one_host(backends, plan.backend) for plan in settings.pools)
 
 
 def _start_metrics(where: str, handlers: Handlers, cleanup: ExitStack) -> Callable[[], None]:

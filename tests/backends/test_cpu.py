@@ -355,6 +355,20 @@ def test_only_what_is_certainly_ours_is_taken_over(tmp_path: Path, monkeypatch: 
     assert backend.adopt_pool(ask_in(tmp_path)) is None
 
 
+def test_a_file_of_another_host_is_not_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system may show it, but not what its engines store now."""
+    backend = CpuBackend()
+    pool = backend.create_pool(ask_in(tmp_path))
+    for boot, refused in ((b"another host....", True), (bytes(16), False)):
+        monkeypatch.setattr("maru_backends.cpu.boot_id", lambda boot=boot: boot)
+        if refused:
+            with pytest.raises(BackendError, match="memory of another host"):
+                backend.map_region(pool.region.descriptor)
+        else:
+            backend.map_region(pool.region.descriptor).close()
+    pool.destroy()
+
+
 def test_late_writes_of_an_old_client_do_not_reach_the_new_pool(tmp_path: Path) -> None:
     backend = CpuBackend()
     process = hold(tmp_path, "owner")

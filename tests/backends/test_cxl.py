@@ -589,6 +589,60 @@ def test_a_wish_is_spread_over_devices_in_order(tmp_path: Path) -> None:
             plan(None, a, tmp_path / other)
 
 
+def test_devices_that_a_size_leaves_unused_are_named(tmp_path: Path) -> None:
+    a, b, c = (sized(tmp_path / name, 8 * MIB) for name in "abc")
+    for size, unused_ones in ((None, []), (24 * MIB, []), (8 * MIB, [b, c]), (9 * MIB, [b, c]), (10 * MIB, [c])):
+        with structlog.testing.capture_logs() as logs:
+            plan(size, a, b, c)
+        said = [entry for entry in logs if "unused" in entry["event"]]
+        assert [entry["paths"] for entry in said] == ([list(map(str, unused_ones))] if unused_ones else [])
+        assert all("maru_pool_size" in entry["remedy"] for entry in said)
+
+
+def test_the_setting_that_was_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small, a = sized(tmp_path / "small", MIB), sized(tmp_path / "a", 8 * MIB)
+
+    def wish(size: int | None, *paths: Path) -> PoolWish:
+        return PoolWish("cxl", size, ",".join(map(str, paths)), size_setting="--cxl-pool-size")
+
+    with pytest.raises(BackendError, match=r"lower --cxl-pool-size, or name more devices"):
+        quick().plan_pools(wish(16 * MIB, a), unused)
+    with pytest.raises(BackendError, match=r"set --cxl-pool-size"):
+        quick().plan_pools(wish(None, tmp_path / "new"), unused)
+    with pytest.raises(BackendError, match=r"small is shorter than 2097152 bytes"):
+        quick().plan_pools(wish(None, small), unused)
+    with pytest.raises(BackendError, match=r"0 bytes .*there .*/small"):
+        quick().plan_pools(wish(2 * MIB, small), unused)
+    (little,) = quick().plan_pools(wish(MIB, a), unused)
+    assert little.size_setting == "--cxl-pool-size"
+    ask = PoolRequest(0, little.size, 8192, 0, little.path, "owner", size_setting=little.size_setting)
+    with pytest.raises(BackendError, match=r"whole alignments of 2097152 bytes; raise --cxl-pool-size"):
+        quick().create_pool(ask)
+    monkeypatch.setattr("maru_backends.places.filesystem_type", lambda device: "tmpfs")
+    (new,) = quick().plan_pools(wish(4 * MIB, tmp_path / "new"), unused)
+    ask = evolve(ask, size=new.size, path=new.path, size_setting=new.size_setting)
+    tight = quick(memory=lambda: places.Available(MIB, "the test"))
+    with pytest.raises(BackendError, match=r"\(the test\); lower --cxl-pool-size"):
+        tight.create_pool(ask)
+
+
+def test_nothing_is_said_where_there_is_nothing_to_take_over(tmp_path: Path) -> None:
+    ask = PoolRequest(0, 4 * MIB, 8192, 0, str(tmp_path / "new"), "owner")
+
+    def said() -> list[str]:
+        with structlog.testing.capture_logs() as logs:
+            assert quick().adopt_pool(ask) is None
+        return [entry["event"] for entry in logs]
+
+    assert said() == []
+    sized(tmp_path / "new", 4 * MIB)
+    assert said() == []
+    quick().create_pool(ask).destroy()
+    assert said() == []
+    quick().create_pool(evolve(ask, owner="another")).leave()
+    assert said() == ["pool not taken over"]
+
+
 def test_pools_on_several_devices_are_one_each(tmp_path: Path) -> None:
     a, b = sized(tmp_path / "a", 8 * MIB), sized(tmp_path / "b", 4 * MIB)
     backend, base, pools = quick(), 0, []

@@ -53,7 +53,7 @@ def test_mixed_plans_those_of_its_members_in_write_order() -> None:
     assert plans == (
         PoolPlan("twice", 2 << 20, "/dev/one"),
         PoolPlan("twice", 2 << 20, "/dev/two"),
-        PoolPlan("cpu", 1 << 20, None),
+        PoolPlan("cpu", 1 << 20, None, "maru_cpu_pool_size"),
         PoolPlan("fake", 4 << 20, None),
     )
     assert read_order(config, plans) == (0, 1, 2, 3)
@@ -103,6 +103,7 @@ class _Member:
 
     def __init__(self, member: Any) -> None:
         self.name = member.name
+        self.one_host = getattr(member, "one_host", False)
         self._member = member
         self._backends = lambda name: {"mixed": MixedBackend(), member.name: member}[name]
 

@@ -185,3 +185,27 @@ def test_version_and_help() -> None:
     assert "0." in maru("--version").output
     for command in ("serve", "status", "plugins", "keygen", "admin"):
         assert command in maru("--help").output
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "named"),
+    [
+        (("--cpu-pool-size", "900T"), {}, "lower --cpu-pool-size"),
+        (("--pool-size", "900T"), {}, "lower --pool-size"),
+        ((), {"MARU_CPU_POOL_SIZE": "900T"}, "lower MARU_CPU_POOL_SIZE"),
+        (("--cpu-pool-size", "1M", "--granule", "1M"), {}, "raise --cpu-pool-size"),
+    ],
+)
+def test_a_size_that_cannot_be_is_called_as_it_was_set(
+    maru_runtime_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    environ: dict[str, str],
+    named: str,
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    ended = serve(maru_runtime_dir, "--storage-backend", "mixed", "--write-order", "cpu", *options)
+    assert ended.returncode == 1
+    assert named in ended.stderr
+    assert "Traceback" not in ended.stderr

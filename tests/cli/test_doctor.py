@@ -280,6 +280,24 @@ def test_a_stand_in_says_so_and_whose_it_is(tmp_path: Path) -> None:
     assert "No such file" in text_of(check_cxl(missing, tmp_path, tmp_path), "error")
 
 
+def test_devices_that_the_size_leaves_unused_are_told(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "ab"]
+    for path in paths:
+        path.touch(0o600)
+        os.truncate(path, 8 * MIB)
+    extra = {"maru_storage_backend": "cxl", "maru_cxl_pool_path": ",".join(map(str, paths))}
+
+    def said(size: str) -> str:
+        config = MaruConfig.from_mapping({**extra, "maru_cxl_pool_size": size}, {})
+        return text_of(check_cxl(config, tmp_path, tmp_path), "warning")
+
+    assert f"{paths[1]}: stays unused: maru_cxl_pool_size is 8.0 MiB" in said("8M")
+    assert "unused" not in said("16M")
+    assert "unused" not in text_of(check_cxl(MaruConfig.from_mapping(extra, {}), tmp_path, tmp_path), "warning")
+    other = MaruConfig.from_mapping({**extra, "maru_pool_size": "8M", "maru_storage_backend": "cpu"}, {})
+    assert "unused" not in text_of(check_cxl(other, tmp_path, tmp_path), "warning")
+
+
 def test_huge_pages_that_are_off_for_the_process_are_an_error_before_sigbus_is(tmp_path: Path) -> None:
     sysfs = FakeSysfs(tmp_path / "sys")
     sysfs.add("dax0.0", {"size": str(1 << 30), "align": "2097152"})

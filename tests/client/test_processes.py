@@ -279,6 +279,8 @@ def test_a_server_that_cannot_start_says_why(folder: Folder) -> None:
     with pytest.raises(BackendError, match="maru_pool_size"):
         folder.connect(pool_size="900T")
     assert time.monotonic() - start < 8
+    with pytest.raises(BackendError, match="lower maru_cpu_pool_size"):
+        folder.connect(cpu_pool_size="900T")
 
 
 def test_closing_while_no_server_answers_is_quick(maru_runtime_dir: Path) -> None:

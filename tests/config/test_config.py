@@ -233,6 +233,17 @@ def test_a_quota_is_what_the_sizes_that_were_set_add_up_to(extra: dict[str, str]
     assert config(extra).quota_wish() == quota
 
 
+def test_a_size_is_called_as_it_was_set() -> None:
+    options = {"maru_cpu_pool_size": "--cpu-pool-size"}
+    made = MaruConfig.from_mapping({"maru_cpu_pool_size": "2G"}, {"MARU_CXL_POOL_SIZE": "2G"}, options=options)
+    names = [made.size_setting_of(name) for name in ("cpu", "cxl", "acme")]
+    assert names == ["--cpu-pool-size", "MARU_CXL_POOL_SIZE", "maru_pool_size"]
+    assert config({"maru_pool_size": "4G"}).size_setting_of("cxl") == "maru_pool_size"
+    assert config().size_setting_of("cxl") == "maru_cxl_pool_size", "whole devices: what would set it"
+    assert config().size_setting_of("cpu") == "maru_pool_size"
+    assert MaruConfig(cpu_pool_size=1 << 30).size_setting_of("cpu") == "maru_cpu_pool_size"
+
+
 def test_the_paths_of_cxl_are_its_own() -> None:
     c = config({"maru_cxl_pool_path": "/dev/dax0.0, /dev/dax1.0/", "maru_pool_path": "/mnt/huge"})
     assert (c.pool_path_of("cxl"), c.pool_path_of("cpu")) == ("/dev/dax0.0,/dev/dax1.0", "/mnt/huge")

@@ -7,18 +7,26 @@ import signal
 import time
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
+from maru_backends.cxl import load_flusher
+from maru_core.access import ClientKeys, make_keys
 from maru_core.client import MaruHandler, StoreResult
+from maru_core.config import MaruConfig
 from maru_core.errors import Unavailable
+from maru_core.host import PluginHost
 from maru_core.protocol import CommitStatus, Op, ReserveStatus
+from maru_core.testing import ServerFactory
 from tests.client.fake_server import FakeServer, eventually
-from tests.client.real import Folder
+from tests.client.real import NAMESPACE, Folder
 from tests.faults.test_existing_maru_faults import nothing_is_held, pool, read, stamped, wait_for_line
+from tests.server.keyed import free_port, own_address
 from tests.server.pure import World
-from tests.server.raw import keys
+from tests.server.raw import RawClient, keys
 
 
 def columns(count: int) -> list[bytes]:
@@ -156,3 +164,31 @@ def test_r097_a_store_whose_reply_is_lost_is_no_success(
     assert handler.store("a", b"some bytes") is (StoreResult.STORED if op is Op.RESERVE else StoreResult.PRESENT)
     assert len(fake.stored) == 1
     assert read(handler, "a") == b"some bytes"
+
+
+def test_r019_memory_of_one_host_is_never_said_to_be_shared_by_hosts(
+    maru_server: ServerFactory, maru_runtime_dir: Path
+) -> None:
+    """Insisting on it is refused, not ignored; by itself only what other hosts can map is flushed for them."""
+    with pytest.raises(RuntimeError, match=r"pools of cpu are memory of one host.*maru_visibility=auto"):
+        maru_server(maru_runtime_dir, visibility="hosts")
+    assert not list((maru_runtime_dir / "pools").iterdir())
+    if isinstance(load_flusher(), str):
+        pytest.skip(f"not run: {load_flusher()}")
+    make_keys(maru_runtime_dir / "keys", ["client"])
+    host = own_address()
+    server = maru_server(
+        maru_runtime_dir,
+        server_url=f"tcp://{host}:{free_port(host)}",
+        keys=maru_runtime_dir / "keys",
+        storage_backend="mixed",
+        cxl_pool_path=maru_runtime_dir / "pools",
+    )
+    config = MaruConfig(server_url=server.url, keys=str(maru_runtime_dir / "keys"), connect_timeout=20)
+    with MaruHandler.connect(config, NAMESPACE, host=PluginHost.with_plugins({}, built_ins=True)) as handler:
+        assert handler.store("a", b"a" * 10_000) is StoreResult.STORED
+        with zmq.Context() as context:
+            own = ClientKeys.load(str(maru_runtime_dir / "keys"))
+            client = RawClient(context, server.url, keys=own).hello()
+            assert [(pool.backend, pool.flush) for pool in client.pools] == [("cpu", False), ("cxl", True)]
+            client.close()

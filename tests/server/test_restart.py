@@ -466,6 +466,19 @@ def test_another_set_of_pools_starts_cold(start_server, connect):
     assert connect(server).hello().probe(keys(0, 40)) == b"\0" * 40
 
 
+def test_only_what_was_left_and_is_not_taken_over_is_a_cold_start(start_server, connect, runtime_dir):
+    log = runtime_dir / "server.log"
+    server = start_server()
+    assert "cold start" not in log.read_text(), "nothing was there"
+    server.process.terminate()
+    server.process.wait()
+    server = start_server()
+    assert "cold start" not in log.read_text(), "the one before left nothing"
+    kill(server)
+    start_server("--size", str(8 << 20))
+    assert "cold start" in log.read_text()
+
+
 def test_without_knowing_what_was_served_the_start_is_cold(start_server, connect, runtime_dir):
     server = start_server()
     connect(server).hello().store(keys(0, 4))

@@ -171,11 +171,17 @@ def test_a_server_serves_its_pools(installed: Installed, serve: Serve) -> None:
     }
 
 
-def test_it_is_a_member_of_mixed(installed: Installed, serve: Serve) -> None:
-    """The first pool is too small for everything: the rest goes into the vendor's."""
+def test_it_is_a_member_of_mixed(installed: Installed, serve: Serve, maru_runtime_dir: Path) -> None:
+    """The first pool is too small for everything: the rest goes into the vendor's, which is where the vendor says."""
+    disk = maru_runtime_dir / "disk"
+    disk.mkdir()
+    (disk / ".maru-example").touch()
     folder = serve(
-        *("--storage-backend", "mixed", "--write-order", "cpu,example", "--cpu-pool-size", "4M", "--pool-size", "16M")
+        *("--storage-backend", "mixed", "--write-order", "cpu,example", "--cpu-pool-size", "4M", "--pool-size", "16M"),
+        MARU_EXAMPLE_PATH=str(disk),
     )
+    assert len(list(disk.glob("*.pool"))) == 1
+    assert not list((maru_runtime_dir / "pools").glob("*.pool"))
     stored, pools, *_ = client(installed, "store", folder, 30)
     assert stored == 30
     assert [backend for backend, _ in pools] == ["cpu", "example"]
@@ -214,7 +220,7 @@ def test_its_own_tests_pass_whatever_the_shell_exports(
         PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "45 passed" in run.stdout, run.stdout
+    assert "47 passed" in run.stdout, run.stdout
 
 
 # -- among bad neighbours --

@@ -26,6 +26,7 @@ from maru_example_vendor.region import FileRegion, map_open, map_pool
 MARK: Final = ".maru-example"
 #: A plugin's variables start with MARU_, its name in capitals, and an underscore: then Maru does not warn of them.
 SPARE: Final = "MARU_EXAMPLE_SPARE"
+FOLDER: Final = "MARU_EXAMPLE_PATH"
 _OWNER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _PAGE: Final = 4096
 
@@ -55,20 +56,22 @@ class FilePool:
 class ExampleBackend:
     """See ``maru_core.contracts.StorageBackend`` for what each method must do."""
 
+    one_host: Final = True
+
     def __init__(self, name: str, environ: Mapping[str, str] = os.environ) -> None:
         self.name: Final = name
         self._environ: Final = environ
 
     def plan_pools(self, wish: PoolWish, backends: Callable[[str], StorageBackend]) -> Sequence[PoolPlan]:
-        """One pool."""
-        return one_pool(wish)
+        """One pool. With ``mixed`` the common path is that of other backends too, so there is one of our own."""
+        return one_pool(evolve(wish, path=self._environ.get(FOLDER, "") or wish.path))
 
     def create_pool(self, request: PoolRequest) -> FilePool:
         """Make the file in full now: a disk that is full later would end an engine."""
         path = _file(request)
         _remove_left_over(path)
         descriptor = self._plan(request, path)
-        self._check_room(descriptor, path.parent)
+        self._check_room(request, descriptor, path.parent)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -92,7 +95,7 @@ class ExampleBackend:
             os.close(fd)
             if isinstance(error, OSError):
                 text = f"a pool of {descriptor.size} bytes was asked for, not so many bytes are there ({path})"
-                raise BackendError(f"{text}: {error.strerror}; lower maru_pool_size") from error
+                raise BackendError(f"{text}: {error.strerror}; lower {request.size_setting}") from error
             raise
 
     def adopt_pool(self, request: PoolRequest) -> FilePool | None:
@@ -128,7 +131,7 @@ class ExampleBackend:
 
     def _plan(self, request: PoolRequest, path: Path) -> PoolDescriptor:
         size = request.size // _PAGE * _PAGE
-        entry_count, data_offset = plan_pool(size, request.granule)
+        entry_count, data_offset = plan_pool(size, request.granule, size_setting=request.size_setting)
         return PoolDescriptor(
             pool=request.pool,
             backend=self.name,
@@ -142,7 +145,7 @@ class ExampleBackend:
             data_offset=data_offset,
         )
 
-    def _check_room(self, descriptor: PoolDescriptor, folder: Path) -> None:
+    def _check_room(self, request: PoolRequest, descriptor: PoolDescriptor, folder: Path) -> None:
         spare = self._environ.get(SPARE, "") or "64M"
         try:
             reserve = parse_size(spare)
@@ -153,16 +156,18 @@ class ExampleBackend:
         if descriptor.size > free:
             raise BackendError(
                 f"a pool of {descriptor.size} bytes was asked for, {free} bytes are there ({folder}, less {SPARE} "
-                f"{spare}); lower maru_pool_size"
+                f"{spare}); lower {request.size_setting}"
             )
 
 
 def _file(request: PoolRequest) -> Path:
     """Where the pool is, in a folder that bears the mark; raises BackendError."""
     if request.shared_by_hosts:
-        raise BackendError("pools of example are files of one host; use it with maru_visibility=host")
+        raise BackendError("pools of example are files of one host; use it with maru_visibility=auto")
     if request.path is None or not _OWNER.fullmatch(request.owner):
-        raise BackendError(f"example needs a folder, got {request.path} for {request.owner!r}; set maru_pool_path")
+        raise BackendError(
+            f"example needs a folder, got {request.path} for {request.owner!r}; set {FOLDER} or maru_pool_path"
+        )
     folder = Path(request.path)
     if not (folder / MARK).exists():
         raise BackendError(f"{folder} is not marked for pools of example; is it mounted? If so: touch {folder / MARK}")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from attrs import evolve
-from maru_example_vendor.backend import MARK, SPARE, ExampleBackend
+from maru_example_vendor.backend import FOLDER, MARK, SPARE, ExampleBackend
 
-from maru_core.contracts import PoolRequest
+from maru_core.contracts import PoolRequest, PoolWish
 from maru_core.errors import BackendError
 from maru_core.testing_backend import BackendContract
 
@@ -53,6 +53,17 @@ def test_the_folder_is_the_operators_to_give(backend: ExampleBackend, ask: PoolR
         backend.create_pool(evolve(ask, path=None))
 
 
+def test_a_path_of_its_own_counts_first(folder: Path) -> None:
+    def planned(environ: dict[str, str], path: str | None) -> str | None:
+        backend = ExampleBackend("example", environ)
+        (plan,) = backend.plan_pools(PoolWish("example", 2 << 20, path), lambda name: backend)
+        return plan.path
+
+    assert planned({FOLDER: str(folder)}, "/elsewhere") == str(folder)
+    assert planned({FOLDER: ""}, "/elsewhere") == "/elsewhere"
+    assert planned({}, None) is None
+
+
 def test_what_must_stay_free_stays_free(ask: PoolRequest, folder: Path) -> None:
     with pytest.raises(BackendError, match=rf"0 bytes are there .*{SPARE} 8192T"):
         ExampleBackend("example", {SPARE: "8192T"}).create_pool(ask)
@@ -62,7 +73,7 @@ def test_what_must_stay_free_stays_free(ask: PoolRequest, folder: Path) -> None:
 
 
 def test_hosts_do_not_share_files(backend: ExampleBackend, ask: PoolRequest) -> None:
-    with pytest.raises(BackendError, match="maru_visibility=host"):
+    with pytest.raises(BackendError, match="maru_visibility=auto"):
         backend.create_pool(evolve(ask, shared_by_hosts=True))
 
 
