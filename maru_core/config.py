@@ -119,6 +119,13 @@ def _verify(value: object) -> Verify:
     return cast(Verify, mode)
 
 
+def _off_or_auto(value: object) -> str:
+    mode = _text(value).lower()
+    if mode not in ("off", "auto"):
+        raise ValueError
+    return mode
+
+
 def _url(value: object) -> str:
     text = _text(value)
     if text == "auto":
@@ -178,6 +185,7 @@ PATH: Final = Kind("an absolute path", _path)
 PATHS: Final = Kind("absolute paths with commas between them, each once", _paths)
 VISIBILITY: Final = Kind("auto, host or hosts", _visibility)
 VERIFY: Final = Kind("off, sample or full", _verify)
+OFF_OR_AUTO: Final = Kind("off or auto", _off_or_auto)
 URL: Final = Kind(
     f"auto, ipc:///absolute/path (at most {MAX_SOCKET_PATH} bytes) or tcp://host:port; "
     "one that is not loopback needs `maru_keys`",
@@ -312,7 +320,22 @@ class MaruConfig:
     overlap_release_after_layers: int = _setting(
         1, POSITIVE, "Layers that must be loaded before an overlapped request is released to compute.", "layers"
     )
-    load_admission_window: int = _setting(0, COUNT, "Most loads in flight at a time; 0: no limit.", "requests")
+    load_admission_window: int = _setting(
+        0, COUNT, "Most loads of parked requests in flight at a time; 0: no limit.", "requests"
+    )
+    load_timeout: float = _setting(
+        10.0,
+        SECONDS_OR_NEVER,
+        "Deadline of the load of one parked request, from when the worker hears of it; what is not there by then is "
+        "computed. 0: none.",
+        "seconds",
+    )
+    load_or_compute: Literal["off", "auto"] = _setting(
+        "off",
+        OFF_OR_AUTO,
+        "`auto`: compute a hit that would take longer to load, by the measured speeds of loads and of prefill and the "
+        "loads that are ahead. `off`: load every hit.",
+    )
     verify: Literal["off", "sample", "full"] = _setting(
         "sample",
         VERIFY,

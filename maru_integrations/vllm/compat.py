@@ -51,6 +51,24 @@ def set_recompute_policy(vllm_config: Any) -> bool:
     return True
 
 
+def block_budget(vllm_config: Any, kv_cache_config: Any) -> int | None:
+    """Blocks that requests can have: all but the null block; ``None`` when neither configuration knows."""
+    for known in (
+        getattr(kv_cache_config, "num_blocks", None),
+        getattr(vllm_config.cache_config, "num_gpu_blocks", None),
+    ):
+        if known:
+            return max(1, int(known) - 1)
+    return None
+
+
+def asks_scheduler_for_stats() -> bool:
+    """Whether vLLM takes the scheduler side's figures in steps in which no worker sent any."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+    return hasattr(KVConnectorStats, "to_dict")  # came with the same change
+
+
 def evict_blocks(block_pool: Any, block_ids: Iterable[int]) -> None:
     """Drop blocks from vLLM's own prefix cache; those in use stay allocated."""
     block_pool.evict_blocks({block for block in block_ids if 0 < block < block_pool.num_gpu_blocks})

@@ -16,12 +16,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from maru_core import logs
+from maru_core.config import MaruConfig
 from maru_core.errors import MaruError
 from maru_integrations.vllm import compat, setup
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.engines import EngineChooser
 from maru_integrations.vllm.guard import Guard
-from maru_integrations.vllm.metadata import ERROR, MaruConnectorMetadata, MaruHandshake
+from maru_integrations.vllm.metadata import ERROR, MaruConnectorMetadata, MaruHandshake, StoreOp
+from maru_integrations.vllm.stats import MaruPromMetrics, MaruStats
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +61,7 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._plan = plan
         if role == KVConnectorRole.SCHEDULER:
-            setup.warn_of_idle_knobs(config)
+            setup.warn_of_idle_knobs(config, parks=self._parks(config))
             if compat.set_recompute_policy(vllm_config):
                 self._log.info("maru.policy", kv_load_failure_policy="recompute")
             self._scheduler = self._guard.run("start", lambda: None, self._start_scheduler, plan)
@@ -75,19 +77,29 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
         if tell:
             self._log.warning("maru.disabled", reason=reason, effect="no request of this engine gets hits or is stored")
 
+    def _parks(self, config: MaruConfig) -> bool:
+        return config.async_load or compat.parks_hits(self._vllm_config)
+
     # -- scheduler side ------------------------------------------------------------------------------------------
 
     def _start_scheduler(self, plan: setup.Plan) -> MaruScheduler | None:
         from maru_integrations.vllm.scheduler import MaruScheduler, SchedulerSettings
 
         transfer = self._vllm_config.kv_transfer_config
+        config = plan.config
         settings = SchedulerSettings(
             chunk_tokens=plan.chunk_tokens,
             block_size=plan.geometry.block_size,
             loads=transfer.is_kv_consumer,
             stores=transfer.is_kv_producer,
-            parks=compat.parks_hits(self._vllm_config) or plan.config.async_load,
-            lookup_timeout=plan.config.lookup_timeout,
+            parks=self._parks(config),
+            lookup_timeout=config.lookup_timeout,
+            block_budget=compat.block_budget(self._vllm_config, self._kv_cache_config),
+            window=config.load_admission_window,
+            load_timeout=config.load_timeout,
+            overlap=setup.overlaps(config),
+            stores_later=config.async_store,
+            token_bytes=plan.token_bytes if config.load_or_compute == "auto" else 0,
         )
         try:
             handler = setup.connect(plan, "scheduler")
@@ -139,9 +151,17 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
         if scheduler is None:
             return MaruConnectorMetadata()
         loads = scheduler.take_loads()
-        stores = self._guard.run("plan_stores", list, scheduler.plan_stores, scheduler_output)
+        stores: list[StoreOp] = self._guard.run("plan_stores", list, scheduler.plan_stores, scheduler_output)
         received, self._received = self._received, set()
-        return MaruConnectorMetadata(scheduler.weights_epoch, loads, stores, received=tuple(received))
+        return MaruConnectorMetadata(
+            scheduler.weights_epoch,
+            loads,
+            stores,
+            held=scheduler.take_held(),
+            preempted=scheduler.take_preempted(),
+            cancelled_loads=scheduler.take_cancelled(),
+            received=tuple(received),
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
         """The workers' answers."""
@@ -150,10 +170,12 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._guard.run("worker_output", lambda: None, self._scheduler.worker_output, connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """The request ended. Its blocks may go at once: stores are complete when their step is."""
-        if self._scheduler is not None:
-            self._guard.run("finished", lambda: None, self._scheduler.finished, request)
-        return False, None
+        """The request ended; True when a store may still read its blocks, which the workers then report."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return False, None
+        self._guard.run("finished", lambda: None, scheduler.finished, request)
+        return self._guard.run("hold", lambda: False, scheduler.hold, str(request.request_id)), None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -274,6 +296,29 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata if isinstance(metadata, MaruConnectorMetadata) else None
 
     # -- both ----------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> MaruStats | None:
+        """What this side has counted since it was last asked."""
+        if self._scheduler is not None:
+            return self._guard.run("stats", lambda: None, self._scheduler.take_stats)
+        # Some versions ask the scheduler side only when a worker has said anything, even if it is nothing.
+        return None if compat.asks_scheduler_for_stats() else MaruStats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MaruStats | None:
+        """What another process sent."""
+        return MaruStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> MaruPromMetrics:
+        """The figures for Prometheus."""
+        return MaruPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def take_events(self) -> Iterable[Any]:
         """No events so far."""

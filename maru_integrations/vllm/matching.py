@@ -8,9 +8,11 @@ from maru_core import logs
 from maru_core.client import Lease, MaruHandler
 from maru_core.errors import MaruError
 from maru_core.protocol import Presence
+from maru_integrations.vllm.breaker import Breaker
 from maru_integrations.vllm.requests import Hit, Lookup, RequestState
 
-#: How long one call may wait for an answer that is usually there after a fifth of it, in seconds.
+#: How long all look-ups of one step together may wait for answers that are usually there after a fifth of it, in
+#: seconds. Each look-up waits once; after that its answer is taken when it is there.
 POLL = 0.001
 #: The same while the engine has nothing else to do: asking in a loop would only keep the server off the processor.
 IDLE_POLL = 0.01
@@ -32,21 +34,32 @@ class Matcher:
         block_size: int,
         lookup_timeout: float,
         clock: Callable[[], float],
+        breaker: Breaker | None = None,
+        count: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._handler = handler
         self._chunk = chunk_tokens
         self._block = block_size
         self._timeout = lookup_timeout
         self._clock = clock
+        self._breaker = Breaker(clock) if breaker is None else breaker
+        self._count = count
+        self._idle = False
+        self._patience = POLL
+        self._probe: Lookup | None = None
         self._log = logs.get_logger(__name__)
         #: (key, entry, generation) of objects that could not be loaded; never promised again.
         self._bad: dict[tuple[bytes, int, int], None] = {}
 
-    def match(self, state: RequestState, num_tokens: int, local: int, *, idle: bool = False) -> int | None:
+    def new_step(self, *, idle: bool) -> None:
+        """Waiting is allowed anew. ``idle``: no request would be delayed by it."""
+        self._idle = idle
+        self._patience = IDLE_POLL if idle else POLL
+
+    def match(self, state: RequestState, num_tokens: int, local: int) -> int | None:
         """Tokens beyond ``local`` that the pool holds, in ``[0, num_tokens - 1 - local]``; ``None``: ask again.
 
-        ``num_tokens`` counts the request's tokens, generated ones included when it is resumed. ``idle``: no other
-        request would be delayed by waiting for the answer.
+        ``num_tokens`` counts the request's tokens, generated ones included when it is resumed.
         """
         cap = (num_tokens - 1) // self._block * self._block
         if state.chain is None or state.failed or local >= cap:
@@ -61,12 +74,17 @@ class Matcher:
         if hit is None:
             if state.asked:
                 return 0
-            hit = self._look_up(state, num_tokens, local, cap, IDLE_POLL if idle else POLL)
+            hit = self._look_up(state, num_tokens, local, cap)
             if hit is None:
                 return None if state.lookup is not None else 0
         hit.local = local
         hit.tokens = max(0, min((hit.first_chunk + hit.chunks) * self._chunk, cap) - local)
         return hit.tokens
+
+    def give_up(self, state: RequestState) -> None:
+        """The request gets no hit until it starts over, whatever the pool holds."""
+        self.drop(state)
+        state.asked = True
 
     def drop(self, state: RequestState) -> None:
         """Give back what a request has asked for and not used."""
@@ -83,14 +101,18 @@ class Matcher:
         while len(self._bad) > 4096:
             self._bad.pop(next(iter(self._bad)))
 
-    def _look_up(self, state: RequestState, num_tokens: int, local: int, cap: int, patience: float) -> Hit | None:
-        """Advance the question by at most ``patience`` seconds. ``state.lookup`` stays set while it is open."""
+    def _look_up(self, state: RequestState, num_tokens: int, local: int, cap: int) -> Hit | None:
+        """Advance the question, which ``state.lookup`` is as long as it is open."""
+        if self._breaker.is_open and not self._probed(state, num_tokens, local):
+            # Nobody waits for a server that is late already.
+            self.drop(state)
+            return None
         try:
             if state.lookup is None and not self._ask(state, num_tokens, local, cap):
                 return None
             lookup = state.lookup
             assert lookup is not None
-            lease = lookup.pending.poll(patience)
+            lease = self._poll(lookup)
         except MaruError as error:
             self._log.debug("maru.lookup_failed", request=state.request.request_id, reason=str(error))
             state.lookup = None
@@ -101,6 +123,8 @@ class Matcher:
                 lookup.pending.cancel()
                 state.lookup = None
                 state.asked = True
+                self._breaker.failed()
+                self._count("lookups_late")
                 self._log.warning("maru.lookup_late", request=state.request.request_id, seconds=self._timeout)
             return None
         state.lookup = None
@@ -111,6 +135,54 @@ class Matcher:
             return None
         state.hit = Hit(lease, lookup.first_chunk, chunks)
         return state.hit
+
+    def _poll(self, lookup: Lookup) -> Lease | None:
+        wait = 0.0 if lookup.polled and not self._idle else max(0.0, self._patience)
+        lookup.polled = True
+        if not wait:
+            return lookup.pending.poll(0.0)
+        start = self._clock()
+        lease = lookup.pending.poll(wait)
+        self._patience -= self._clock() - start
+        return lease
+
+    def _probed(self, state: RequestState, num_tokens: int, local: int) -> bool:
+        """Find out now and then whether the server answers again, with a question that no request waits for."""
+        probe = self._probe
+        if probe is not None:
+            try:
+                lease = probe.pending.poll(0.0)
+            except MaruError:
+                self._probe = None
+                lease = None
+            if lease is not None:
+                self._handler.release(lease)
+                self._probe = None
+                self._breaker.answered()
+                self._log.info("maru.server_answers_again")
+                return True
+            if self._probe is not None and self._clock() >= probe.deadline:
+                probe.pending.cancel()
+                self._probe = None
+        if not state.passed_over:
+            state.passed_over = True
+            self._count("lookups_skipped")
+        first = local // self._chunk
+        has_chunk = num_tokens >= (first + 1) * self._chunk
+        if self._probe is None and has_chunk and self._handler.is_up and self._breaker.take_probe():
+            self._send_probe(state, first)
+        return False
+
+    def _send_probe(self, state: RequestState, first: int) -> None:
+        chain = state.chain
+        assert chain is not None
+        chain.extend(state.request.all_token_ids, (first + 1) * self._chunk)
+        try:
+            pending = self._handler.submit_acquire(chain.keys[first : first + 1], leading=True)
+        except MaruError:
+            return
+        self._count("lookups")
+        self._probe = Lookup(pending, first, self._clock() + self._timeout)
 
     def _ask(self, state: RequestState, num_tokens: int, local: int, cap: int) -> bool:
         """Send the question; False when there is nobody to ask, or no whole chunk that could help."""
@@ -125,6 +197,7 @@ class Matcher:
             return False
         chain.extend(state.request.all_token_ids, end * self._chunk)
         pending = self._handler.submit_acquire(chain.keys[first:end], leading=True)
+        self._count("lookups")
         state.lookup = Lookup(pending, first, self._clock() + self._timeout)
         return True
 

@@ -12,11 +12,15 @@ from maru_core.keys import KeyChain
 
 @define
 class Lookup:
-    """A question to the server that has not been answered: chunks from ``first_chunk`` on, until ``deadline``."""
+    """A question to the server that has not been answered: chunks from ``first_chunk`` on, until ``deadline``.
+
+    ``polled``: it has been waited for.
+    """
 
     pending: PendingAcquire
     first_chunk: int
     deadline: float
+    polled: bool = False
 
 
 @define
@@ -31,6 +35,7 @@ class Hit:
     chunks: int
     local: int = 0
     tokens: int = 0
+    promised: bool = False
 
 
 @define
@@ -40,8 +45,9 @@ class RequestState:
     ``chain`` is ``None`` when its KV cannot be identified. ``blocks``: its block table, as of the last step that
     scheduled it. ``next_chunk``: first chunk that has not been handed to a worker for storing in this life; ``known``:
     chunks that came out of the pool in this life. ``asked``: the pool was asked and had nothing, until the request
-    starts over. ``failed``: a load failed; the same hit answered again would livelock, so it gets none. ``tainted``:
-    some of its KV is older than a reset or was computed on a failed load, so nothing is stored until it starts over.
+    starts over; ``passed_over``: it was not asked, because the server counts as away. ``failed``: a load failed; the
+    same hit answered again would livelock, so it gets none. ``tainted``: some of its KV is older than a reset or was
+    computed on a failed load, so nothing is stored until it starts over.
     """
 
     request: Any
@@ -52,6 +58,7 @@ class RequestState:
     lookup: Lookup | None = None
     hit: Hit | None = None
     asked: bool = False
+    passed_over: bool = False
     failed: bool = False
     tainted: bool = False
 

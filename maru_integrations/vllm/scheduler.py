@@ -9,34 +9,30 @@ from typing import Any
 from attrs import frozen
 
 from maru_core import logs
-from maru_core.client import Lease, MaruHandler
+from maru_core.client import MaruHandler
 from maru_core.errors import MaruError
 from maru_core.keys import KeyChain
 from maru_core.namespace import Namespace
 from maru_integrations.vllm import compat, support
+from maru_integrations.vllm.breaker import Breaker
+from maru_integrations.vllm.loading import Loads, Outstanding
 from maru_integrations.vllm.matching import Matcher
-from maru_integrations.vllm.metadata import LoadOp, MaruWorkerMetadata, StoreOp
+from maru_integrations.vllm.metadata import ERROR, LoadOp, LoadResult, MaruWorkerMetadata, StoreOp, StoreResult
+from maru_integrations.vllm.parking import Parking
 from maru_integrations.vllm.requests import BadBlocks, RequestState
-
-
-@frozen(eq=False)
-class Outstanding:
-    """A load that workers were told to do and have not answered: the lease that covers it, and where it goes.
-
-    Objects are those of chunks ``[chunk, end_chunk)``; the lease starts at ``lease_chunk``.
-    """
-
-    lease: Lease
-    request_id: str
-    lease_chunk: int
-    chunk: int
-    end_chunk: int
-    blocks: list[int]
+from maru_integrations.vllm.stats import MaruStats
+from maru_integrations.vllm.storing import Stores
+from maru_integrations.vllm.worth import Worth
 
 
 @frozen
 class SchedulerSettings:
-    """What the scheduler side needs to know of the engine. Sizes in tokens."""
+    """What the scheduler side needs to know of the engine and its settings. Sizes in tokens, times in seconds.
+
+    ``parks``: hits are loaded between steps; ``block_budget`` and ``window`` bound how many at a time, ``load_timeout``
+    each of them; ``overlap``: their requests may run before everything is there. ``stores_later``: stores run between
+    steps. ``token_bytes``: stored bytes of one token; 0: hits are loaded whatever they cost.
+    """
 
     chunk_tokens: int
     block_size: int
@@ -44,6 +40,12 @@ class SchedulerSettings:
     stores: bool
     parks: bool
     lookup_timeout: float
+    block_budget: int | None = None
+    window: int = 0
+    load_timeout: float = 0.0
+    overlap: bool = False
+    stores_later: bool = False
+    token_bytes: int = 0
 
 
 class MaruScheduler:
@@ -51,7 +53,7 @@ class MaruScheduler:
 
     Invariants: a lease taken for a hit is released exactly once, after every use of it has ended; every load that vLLM
     was promised reaches the workers, who answer it with success or failure; nothing computed on a failed load, or
-    before a reset, is stored.
+    before a reset, is stored; the blocks that a store reads are kept until it is answered.
     """
 
     def __init__(
@@ -65,20 +67,26 @@ class MaruScheduler:
         self._root = namespace.root
         self._settings = settings
         self._log = logs.get_logger(__name__)
+        self._stats = MaruStats()
+        self._gauges: dict[str, int] = {}
+        self._breaker = Breaker(clock)
         self._matcher = Matcher(
             handler,
             chunk_tokens=settings.chunk_tokens,
             block_size=settings.block_size,
             lookup_timeout=settings.lookup_timeout,
             clock=clock,
+            breaker=self._breaker,
+            count=self._stats.count,
         )
+        self._parking = Parking(settings.block_size, settings.block_budget, settings.window)
+        self._loads = Loads()
+        self._stores = Stores()
+        self._worth = Worth(clock, settings.token_bytes) if settings.token_bytes else None
         self._states: dict[str, RequestState] = {}
-        self._outstanding: dict[int, Outstanding] = {}
-        self._departed: list[list[int]] = []
-        self._loads: list[LoadOp] = []
-        self._load_ids = 0
-        self._parked: str | None = None
-        self._idle = False
+        self._load_ops: list[LoadOp] = []
+        self._held: list[str] = []
+        self._preempted: list[str] = []
         self._bad = BadBlocks(settings.block_size)
         self._block_pool: Any = None
         self._told: set[str] = set()
@@ -91,34 +99,60 @@ class MaruScheduler:
 
     def match(self, request: Any, local: int) -> tuple[int | None, bool]:
         """Tokens beyond ``local`` that will be loaded, and whether the request is parked while they are."""
-        if not self._settings.loads or not support.reads_prefix_cache(request):
+        if not self._settings.loads:
+            return 0, False
+        request_id, parks = str(request.request_id), self._settings.parks
+        if parks and not self._parking.admit(request_id, request.num_tokens):
+            # Whether or not it would hit: if it went on and found too few blocks, it would keep those from running
+            # that have the blocks.
+            return None, False
+        if not support.reads_prefix_cache(request):
             return 0, False
         state = self._state(request)
-        tokens = self._matcher.match(state, request.num_tokens, local, idle=self._idle)
+        tokens = self._matcher.match(state, request.num_tokens, local)
+        if tokens and not self._is_worth_it(state):
+            tokens = 0
         if not tokens:
+            if tokens == 0 and self._loads.of(request_id) is None:
+                self._parking.end_load(request_id)
             return tokens, False
-        if not self._settings.parks:
+        if not parks:
             return tokens, False
-        if self._parked not in (None, request.request_id):
+        if not self._parking.begin_load(request_id):
             return None, False
+        assert state.hit is not None
+        state.hit.promised = True
         return tokens, True
+
+    def _is_worth_it(self, state: RequestState) -> bool:
+        hit = state.hit
+        if self._worth is None or hit is None or hit.promised:
+            return True
+        reason = self._worth.reason_to_compute(hit.tokens, self._loads.tokens_ahead)
+        if reason is None:
+            return True
+        self._stats.count("loads_skipped", reason=reason)
+        self._log.debug("maru.load_skipped", request=state.request.request_id, tokens=hit.tokens, reason=reason)
+        self._matcher.give_up(state)
+        return False
 
     def after_alloc(self, request: Any, blocks: Any, external: int) -> None:
         """vLLM gave the request blocks; ``external`` tokens of what was promised will be used."""
         state = self._state(request)
-        if self._parked == request.request_id and not external:
-            self._parked = None
+        request_id = str(request.request_id)
+        if not external or not self._settings.parks:
+            self._parking.leave(request_id)
         if not external:
+            if self._loads.of(request_id) is None:
+                self._parking.end_load(request_id)
             self._matcher.drop(state)
             return
-        self._loads.append(self._plan_load(state, compat.group_block_ids(blocks)[0], external))
-        if self._settings.parks:
-            self._parked = request.request_id
+        self._load_ops.append(self._plan_load(state, compat.group_block_ids(blocks)[0], external))
 
     def _plan_load(self, state: RequestState, table: list[int], external: int) -> LoadOp:
         hit = state.hit
         request_id = str(state.request.request_id)
-        self._load_ids += 1
+        load_id = self._loads.number()
         if hit is None or external > hit.tokens:
             raise MaruError(f"request {request_id}: vLLM takes {external} external tokens, none were promised")
         chunk_tokens, block_size = self._settings.chunk_tokens, self._settings.block_size
@@ -129,11 +163,13 @@ class MaruScheduler:
         state.hit = None
         state.known = range(chunk, end_chunk)
         self._bad.overwrite(table, first, last)
-        self._outstanding[self._load_ids] = Outstanding(
-            lease, request_id, hit.first_chunk, chunk, end_chunk, list(table)
+        overlap = self._settings.overlap and self._settings.parks
+        self._loads.begin(
+            load_id,
+            Outstanding(lease, request_id, hit.first_chunk, chunk, end_chunk, first, last, list(table), overlap),
         )
         return LoadOp(
-            load_id=self._load_ids,
+            load_id=load_id,
             request_id=request_id,
             parked=self._settings.parks,
             epoch=lease.epoch,
@@ -145,6 +181,8 @@ class MaruScheduler:
             generations=lease.generations[low:high].tolist(),
             lengths=lease.lengths[low:high].tolist(),
             keys=lease.keys[low:high],
+            deadline=self._settings.load_timeout if self._settings.parks else 0.0,
+            overlap=overlap,
         )
 
     def fail_load(self, request: Any, blocks: Any, external: int) -> None:
@@ -155,11 +193,11 @@ class MaruScheduler:
         state = self._states.get(request_id)
         if state is not None:
             state.failed = True
+        self._parking.leave(request_id)
         table = compat.group_block_ids(blocks)[0]
-        self._load_ids += 1
-        self._loads.append(
+        self._load_ops.append(
             LoadOp(
-                load_id=self._load_ids,
+                load_id=self._loads.number(),
                 request_id=request_id,
                 parked=self._settings.parks,
                 epoch=0,
@@ -178,8 +216,22 @@ class MaruScheduler:
 
     def take_loads(self) -> list[LoadOp]:
         """Loads planned since the last step."""
-        loads, self._loads = self._loads, []
+        loads, self._load_ops = self._load_ops, []
         return loads
+
+    def take_held(self) -> list[str]:
+        """Finished requests whose blocks vLLM keeps until the workers have reported them, since the last step."""
+        held, self._held = self._held, []
+        return held
+
+    def take_preempted(self) -> list[str]:
+        """Requests that lose blocks in this step which stores may read."""
+        preempted, self._preempted = self._preempted, []
+        return preempted
+
+    def take_cancelled(self) -> list[int]:
+        """Loads that nobody waits for any more, since the last step."""
+        return self._loads.take_cancelled()
 
     @property
     def weights_epoch(self) -> int:
@@ -187,9 +239,13 @@ class MaruScheduler:
         return self._handler.weights_epoch
 
     def plan_stores(self, output: Any) -> list[StoreOp]:
-        """Follow the step's block tables and pick the chunks that will be complete when it has run."""
-        self._idle = not output.num_scheduled_tokens
-        for request_id in compat.preempted(output):
+        """Follow the step's block tables and pick the chunks that are handed over for when it has run."""
+        # With loads under way their ends are worth looking for.
+        self._matcher.new_step(idle=not output.num_scheduled_tokens and not len(self._loads))
+        preempted = compat.preempted(output)
+        self._preempted += self._stores.detach(preempted)
+        for request_id in preempted:
+            self._parking.leave(request_id)
             state = self._states.get(request_id)
             if state is not None:
                 self._matcher.drop(state)
@@ -209,9 +265,30 @@ class MaruScheduler:
             ids = compat.group_block_ids(fresh)[0] if fresh is not None else []
             state.blocks = ids if compat.resumed(cached, index) else state.blocks + ids
             scheduled.append((state, cached.num_computed_tokens[index], self._scheduled(output, request_id)))
+        self._measure_step(scheduled)
         for state, computed, count in scheduled:
             self._bad.overwrite(state.blocks, computed, computed + count)
-        return [op for item in scheduled if (op := self._plan_store(*item)) is not None]
+        ops: list[StoreOp] = []
+        try:
+            for item in scheduled:
+                op = self._plan_store(*item)
+                if op is not None:
+                    ops.append(op)
+                    if op.asynchronous:
+                        self._stores.begin(op)
+        except BaseException:
+            # None of them reaches a worker, so none would ever be answered.
+            for op in ops:
+                self._stores.ended(StoreResult(op.store_id, 0, ERROR))
+            raise
+        self._stats.count("stores", len(ops))
+        return ops
+
+    def _measure_step(self, scheduled: list[tuple[RequestState, int, int]]) -> None:
+        if self._worth is None or not scheduled:
+            return
+        prompts = sum(count for state, computed, count in scheduled if computed < state.request.num_prompt_tokens)
+        self._worth.step_began(prompts, sum(count for _, _, count in scheduled) - prompts)
 
     def _scheduled(self, output: Any, request_id: str) -> int:
         return int(output.num_scheduled_tokens.get(request_id, 0)) - compat.draft_tokens(output, request_id)
@@ -226,11 +303,17 @@ class MaruScheduler:
             self._forget_cached(state.blocks[bad:])
         if not self._settings.stores or state.chain is None or state.tainted:
             return None
+        if not self._may_store_now(state, end):
+            return None
         complete = min(end, state.request.num_tokens) // chunk_tokens
         if complete <= state.next_chunk:
             return None
         state.chain.extend(state.request.all_token_ids, complete * chunk_tokens)
-        chunks = [chunk for chunk in range(state.next_chunk, complete) if chunk not in state.known]
+        chunks = [
+            chunk
+            for chunk in range(state.next_chunk, complete)
+            if chunk not in state.known and not self._is_on_its_way(state, chunk)
+        ]
         state.next_chunk = complete
         if not chunks:
             return None
@@ -249,42 +332,90 @@ class MaruScheduler:
             keys=[state.chain.keys[chunk] for chunk in chunks],
             parents=[state.chain.parent(chunk) for chunk in chunks],
             blocks=blocks,
+            store_id=self._stores.number() if self._settings.stores_later else 0,
+            asynchronous=self._settings.stores_later,
         )
+
+    def _may_store_now(self, state: RequestState, end: int) -> bool:
+        """Whether chunks of a request that has computed ``end`` tokens are handed over in this step, or in a later."""
+        if self._breaker.is_open:
+            return False
+        if self._settings.stores_later and end < state.request.num_prompt_tokens:
+            return False
+        load = self._loads.of(str(state.request.request_id)) if self._settings.overlap else None
+        # What is computed on layers that are still on their way is good only if they all come.
+        return load is None or not load.overlap
+
+    def _is_on_its_way(self, state: RequestState, chunk: int) -> bool:
+        """Whether another request's store of the same chunk is under way; this one hears if that fails."""
+        assert state.chain is not None
+        key = state.chain.keys[chunk]
+        if not self._stores.is_pending(key):
+            return False
+        self._stores.join(key, str(state.request.request_id), chunk)
+        return True
 
     # -- answers -------------------------------------------------------------------------------------------------
 
     def worker_output(self, output: Any) -> None:
         """A step's results: end leases whose loads were answered, keep bad KV from spreading."""
+        if self._worth is not None:
+            self._worth.step_ended()
         answers = output.kv_connector_worker_meta
         if isinstance(answers, MaruWorkerMetadata):
-            for result in answers.loads:
-                self._load_ended(result.load_id, result.good)
-            for request_id, chunk in answers.unsaved.items():
-                state = self._states.get(request_id)
-                if state is not None:
-                    state.next_chunk = min(state.next_chunk, chunk)
+            self._take_answers(answers)
         if output.invalid_block_ids:
             self._quarantine(set(output.invalid_block_ids))
-        if not self._outstanding:
-            self._departed = []
+        self._loads.forget_departed()
 
-    def _load_ended(self, load_id: int, good: int) -> None:
-        done = self._outstanding.pop(load_id, None)
+    def _take_answers(self, answers: MaruWorkerMetadata) -> None:
+        for result in answers.loads:
+            self._load_ended(result)
+        for request_id, chunk in answers.unsaved.items():
+            self._plan_again(request_id, chunk)
+        for stored in answers.stored:
+            for request_id, chunk in self._stores.ended(stored):
+                self._plan_again(request_id, chunk)
+        if answers.load_bytes:
+            self._stats.count("load_bytes", answers.load_bytes)
+            if self._worth is not None:
+                self._worth.link.measure(answers.load_bytes, answers.load_seconds)
+        for reason, count in answers.dropped.items():
+            self._stats.count("dropped", count, reason)
+
+    def _plan_again(self, request_id: str, chunk: int) -> None:
+        state = self._states.get(request_id)
+        if state is not None:
+            state.next_chunk = min(state.next_chunk, chunk)
+
+    def _load_ended(self, result: LoadResult) -> None:
+        done = self._loads.end(result.load_id)
         if done is None:
             return
         self._handler.release(done.lease)
-        if good < done.end_chunk - done.chunk:
+        self._parking.end_load(done.request_id)
+        good = result.good
+        if good >= done.end_chunk - done.chunk:
+            self._stats.count("loads")
+            return
+        self._stats.count("loads_failed", reason=result.reason)
+        if not result.reason:
             index = done.chunk - done.lease_chunk + good
             lease = done.lease
             self._matcher.remember_bad(lease.keys[index], lease.entries[index], lease.generations[index])
-            state = self._states.get(done.request_id)
-            if state is not None:
-                state.failed = True
-                state.known = range(done.chunk, done.chunk + good)
-                state.next_chunk = min(state.next_chunk, done.chunk + good)
-            else:
-                self._departed.append(done.blocks)
-            self._log.warning("maru.load_failed", request=done.request_id, chunk=done.chunk + good)
+        if done.first == 0 and good == 0:
+            # vLLM takes its blocks back; otherwise it keeps them, and with them its share, until it runs.
+            self._parking.leave(done.request_id)
+        state = self._states.get(done.request_id)
+        if state is None:
+            self._loads.remember(done.blocks)
+            return
+        state.failed = True
+        state.known = range(done.chunk, done.chunk + good)
+        state.next_chunk = min(state.next_chunk, done.chunk + good)
+        self._log.warning(
+            "maru.load_failed", request=done.request_id, chunk=done.chunk + good, reason=result.reason or "bad object"
+        )
 
     def _quarantine(self, failed: set[int]) -> None:
         """Failed blocks, and all that was computed on them, leave vLLM's prefix cache and are not stored.
@@ -292,7 +423,7 @@ class MaruScheduler:
         vLLM itself looks at running and parked requests only, so an aborted one would leave its blocks behind.
         """
         self._bad.add(failed)
-        for blocks in [*(state.blocks for state in self._states.values()), *self._departed]:
+        for blocks in [*(state.blocks for state in self._states.values()), *self._loads.departed()]:
             index = self._bad.first_in(blocks)
             if index is not None:
                 self._forget_cached(blocks[index:])
@@ -306,14 +437,38 @@ class MaruScheduler:
 
     def finished(self, request: Any) -> None:
         """The request is gone. A load that is under way keeps its lease until the workers have answered."""
-        state = self._states.pop(request.request_id, None)
-        if state is None:
-            return
-        self._matcher.drop(state)
-        if self._outstanding:
-            self._departed.append(state.blocks)
-        if self._parked == request.request_id:
-            self._parked = None
+        request_id = str(request.request_id)
+        self._parking.leave(request_id)
+        state = self._states.pop(request_id, None)
+        if self._loads.of(request_id) is None:
+            self._parking.end_load(request_id)
+        if state is not None:
+            self._matcher.drop(state)
+            self._loads.depart(request_id, state.blocks)
+
+    def hold(self, request_id: str) -> bool:
+        """Whether blocks of a request that has finished must be kept; if so, the workers report when no longer."""
+        if not self._stores.is_outstanding(request_id):
+            return False
+        self._held.append(request_id)
+        return True
+
+    def take_stats(self) -> MaruStats | None:
+        """What has been counted since this was last asked, and what is as it was not then; ``None``: nothing."""
+        gauges = {
+            "parked": self._parking.admitted,
+            "loading": self._parking.loading,
+            "waiting": self._parking.waiting,
+            "storing": self._stores.outstanding,
+            "server_away": int(self._breaker.is_open or not self._handler.is_up),
+        }
+        changed = {name: value for name, value in gauges.items() if self._gauges.get(name) != value}
+        self._gauges = gauges
+        if not changed and self._stats.is_empty():
+            return None
+        stats = MaruStats({"counters": self._stats.data["counters"], "gauges": changed})
+        self._stats.reset()
+        return stats
 
     def reset(self) -> bool:
         """Empty this namespace for everybody; False when the server could not be told."""

@@ -53,6 +53,13 @@ class Plan:
         """Allocation granule for a server that this engine starts, in bytes."""
         return self.config.chunk_size or granule_for(self.stored.nbytes)
 
+    @property
+    def token_bytes(self) -> int:
+        """Stored bytes of one token, all layers together."""
+        geometry = self.geometry
+        width = geometry.num_kv_heads * geometry.head_size * geometry.element_size
+        return 2 * len(geometry.layer_names) * width
+
 
 def read_config(vllm_config: Any) -> tuple[MaruConfig, PluginSettings]:
     """Settings of this process; raises ConfigError, which is meant to stop the start."""
@@ -60,15 +67,25 @@ def read_config(vllm_config: Any) -> tuple[MaruConfig, PluginSettings]:
     return MaruConfig.from_mapping(extra, os.environ), PluginSettings.from_environ(os.environ)
 
 
-def warn_of_idle_knobs(config: MaruConfig) -> None:
-    """One warning for each setting that asks for something that is not done, with the reason."""
+def warn_of_idle_knobs(config: MaruConfig, *, parks: bool) -> None:
+    """One warning for each setting that does nothing: its prerequisite is off.
+
+    ``parks``: hits are loaded between steps, because it was asked for or because the engine needs it.
+    """
     idle = {}
-    if config.use_layerwise:
-        idle["maru_use_layerwise"] = "not available in this version"
     if config.overlap_load_with_compute and not config.async_load:
-        idle["maru_overlap_load_with_compute"] = "it needs maru_async_load"
-    for setting, reason in idle.items():
-        logs.get_logger(__name__).warning("maru.setting_without_effect", setting=setting, reason=reason)
+        idle["overlap_load_with_compute"] = "it needs maru_async_load"
+    if "maru_overlap_release_after_layers" in config.sources and not overlaps(config):
+        idle["overlap_release_after_layers"] = "it needs maru_overlap_load_with_compute and maru_async_load"
+    if config.load_admission_window and not parks:
+        idle["load_admission_window"] = "it needs maru_async_load"
+    for name, reason in idle.items():
+        logs.get_logger(__name__).warning("maru.setting_without_effect", setting=f"maru_{name}", reason=reason)
+
+
+def overlaps(config: MaruConfig) -> bool:
+    """Whether requests may be released before their loads have ended."""
+    return config.overlap_load_with_compute and config.async_load
 
 
 def make_plan(vllm_config: Any, kv_cache_config: Any, config: MaruConfig, plugins: PluginSettings) -> Plan | str:

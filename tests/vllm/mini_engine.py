@@ -110,6 +110,8 @@ class Engine:
     #: Runs between the worker's results and the scheduler's look at them, as vLLM's abort queue does.
     between: Callable[[], None] | None = None
     preemptions: int = 0
+    #: Finished requests whose blocks vLLM keeps for us.
+    held: set[str] = field(factory=set)
     #: External tokens that vLLM took, by request.
     external: dict[str, int] = field(factory=dict)
 
@@ -343,7 +345,9 @@ def watch(engine: Engine) -> None:
 
     def checked_results(finished_ids: set[str]) -> Any:
         answer = results(finished_ids)
-        assert not answer.finished_sending
+        for name in answer.finished_sending or ():
+            assert name in engine.held, "reported as sent, but vLLM does not wait for that"
+            engine.held.remove(name)
         for name in answer.finished_recving or ():
             status = scheduler.requests[name].status  # a KeyError here is an id that vLLM does not know any more
             assert status == RequestStatus.WAITING_FOR_REMOTE_KVS or RequestStatus.is_finished(status)
@@ -357,7 +361,12 @@ def watch(engine: Engine) -> None:
 
     def checked_finished(request: Request, blocks: tuple[list[int], ...]) -> tuple[bool, Any]:
         answer = finished(request, blocks)
-        assert answer == (False, None)
+        held, nothing = answer
+        assert type(held) is bool
+        assert nothing is None
+        if held:
+            assert request.request_id not in engine.held
+            engine.held.add(request.request_id)
         return answer
 
     side.get_num_new_matched_tokens = checked_match  # type: ignore[method-assign]

@@ -44,9 +44,10 @@ def settled(engine: Engine, free: int) -> None:
     scheduler = engine.side._scheduler
     assert scheduler is not None
     assert not scheduler._states
-    assert not scheduler._outstanding
-    assert not scheduler._departed
-    assert scheduler._parked is None
+    assert scheduler._loads.is_empty
+    assert scheduler._parking.is_empty
+    assert not scheduler._stores.outstanding
+    assert not engine.held
     assert not engine.side._guard.caught
     assert not engine.worker._guard.caught
 
@@ -438,7 +439,8 @@ def test_only_an_idle_engine_waits_for_a_lookup(engine_on: EngineOn) -> None:
     store.patience.clear()
     engine.add("b", tokens)
     engine.run()
-    assert set(store.patience) == {0.001}
+    assert max(store.patience) == 0.001
+    assert store.patience.count(0.0) == len(store.patience) - 1, "a look-up waits once, then its answer is looked for"
     store.patience.clear()
     engine.scheduler.reset_prefix_cache()
     engine.add("c", tokens)

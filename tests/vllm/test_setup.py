@@ -271,15 +271,55 @@ def test_a_layout_that_only_the_worker_sees_disables_the_scheduler_side(
     assert handler.closed
 
 
-def test_knobs_without_effect_warn(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def idle_knobs(logs: list[Any]) -> set[str]:
+    return {entry["setting"] for entry in logs if entry["event"] == "maru.setting_without_effect"}
+
+
+def test_knobs_without_their_prerequisite_warn_at_start(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Former names are the same knobs, with a warning of their own."""
     from tests.vllm.fake_store import FakeHandler, FakeStore
 
     monkeypatch.setattr(setup, "connect", lambda plan, role, device="cpu": FakeHandler(FakeStore()))
-    extra = {"maru_async_store": True, "maru_use_layerwise": True, "maru_enable_layerwise_overlap": True}
+    extra = {"maru_enable_write_behind": True, "maru_enable_layerwise_overlap": True}
     with capture_logs() as logs:
-        MaruKVConnector(real_config(model_folder, **extra), KVConnectorRole.SCHEDULER, kv_config(full()))
-    idle = {entry["setting"] for entry in logs if entry["event"] == "maru.setting_without_effect"}
-    assert idle == {"maru_use_layerwise", "maru_overlap_load_with_compute"}
+        connector = MaruKVConnector(real_config(model_folder, **extra), KVConnectorRole.SCHEDULER, kv_config(full()))
+    assert idle_knobs(logs) == {"maru_overlap_load_with_compute"}
+    assert {entry["use"] for entry in logs if entry["event"] == "former_setting"} == {
+        "maru_async_store",
+        "maru_overlap_load_with_compute",
+    }
+    settings = connector._scheduler._settings
+    assert settings.stores_later
+    assert not settings.parks
+    assert not settings.overlap
+
+
+@pytest.mark.parametrize("needs_parking", [False, True])
+@pytest.mark.parametrize("bits", range(32))
+def test_every_combination_of_knobs(bits: int, needs_parking: bool) -> None:
+    """A knob warns exactly when what it needs is off, whatever the others say."""
+    load, store, overlap, release, window = (bool(bits >> place & 1) for place in range(5))
+    extra: dict[str, Any] = {
+        "maru_async_load": load,
+        "maru_async_store": store,
+        "maru_overlap_load_with_compute": overlap,
+    }
+    if release:
+        extra["maru_overlap_release_after_layers"] = 2
+    if window:
+        extra["maru_load_admission_window"] = 3
+    config = MaruConfig.from_mapping(extra, {})
+    with capture_logs() as logs:
+        setup.warn_of_idle_knobs(config, parks=load or needs_parking)
+    expected = set()
+    if overlap and not load:
+        expected.add("maru_overlap_load_with_compute")
+    if release and not (overlap and load):
+        expected.add("maru_overlap_release_after_layers")
+    if window and not (load or needs_parking):
+        expected.add("maru_load_admission_window")
+    assert idle_knobs(logs) == expected
+    assert setup.overlaps(config) == (overlap and load)
 
 
 def test_vllm_finds_the_class_and_our_overrides_fit(model_folder: str) -> None:

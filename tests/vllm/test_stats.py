@@ -1,0 +1,61 @@
+"""Figures for vLLM's log and Prometheus."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import msgspec
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+from maru_integrations.vllm.connector import MaruKVConnector
+from maru_integrations.vllm.stats import COUNTERS, GAUGES, MaruPromMetrics, MaruStats
+
+
+def some() -> MaruStats:
+    stats = MaruStats()
+    stats.count("lookups", 3)
+    stats.count("dropped", 2, "no_room")
+    stats.data["gauges"]["parked"] = 4
+    return stats
+
+
+def test_counters_add_up_and_gauges_are_the_newest() -> None:
+    other = MaruStats({"counters": {"lookups": 1, "loads": 1}, "gauges": {"parked": 1}})
+    both = some().aggregate(other)
+    assert both.reduce() == {"lookups": 4, "dropped.no_room": 2, "loads": 1, "parked": 1}
+    assert not both.is_empty()
+    both.reset()
+    assert both.is_empty()
+
+
+def test_they_cross_processes() -> None:
+    """vLLM sends ``data`` by msgpack and builds the object again in the front end."""
+    data = msgspec.msgpack.decode(msgspec.msgpack.encode(some().data))
+    again = MaruKVConnector.build_kv_connector_stats(data)
+    assert again is not None
+    assert again.reduce() == some().reduce()
+    assert MaruKVConnector.build_kv_connector_stats().is_empty()  # type: ignore[union-attr]
+
+
+def test_prometheus_shows_what_is_known() -> None:
+    metrics = MaruPromMetrics(
+        SimpleNamespace(kv_transfer_config=None),
+        {Counter: Counter, Gauge: Gauge, Histogram: Histogram},
+        ["model_name", "engine"],
+        {0: ["m", "0"]},
+    )
+    try:
+        metrics.observe({**some().data, "unknown": 1})
+        metrics.observe({"counters": {"lookups": 1, "news": 1}, "gauges": {"news": 1}})
+        labels = {"model_name": "m", "engine": "0"}
+        assert REGISTRY.get_sample_value("vllm:maru_lookups_total", {**labels, "reason": ""}) == 4
+        assert REGISTRY.get_sample_value("vllm:maru_dropped_total", {**labels, "reason": "no_room"}) == 2
+        assert REGISTRY.get_sample_value("vllm:maru_parked", labels) == 4
+    finally:
+        for metric in [*metrics._counters.values(), *metrics._gauges.values()]:
+            REGISTRY.unregister(metric)
+    assert not COUNTERS.keys() & GAUGES.keys()
