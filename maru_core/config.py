@@ -311,7 +311,12 @@ class MaruConfig:
     transfer_exclude: tuple[str, ...] = _setting(
         (), ENGINES, "Engines that `auto` does not take, to compare with and without one. Not set: it may take any."
     )
-    use_layerwise: bool = _setting(False, BOOLEAN, "Store one object per chunk and layer instead of one per chunk.")
+    use_layerwise: bool = _setting(
+        False,
+        BOOLEAN,
+        "Store one object per chunk and layer, `[2, chunk_tokens, hidden]`, instead of one per chunk. Engines share "
+        "with those that do the same, and not with others.",
+    )
     async_load: bool = _setting(False, BOOLEAN, "Park a request that hits and load between steps.")
     async_store: bool = _setting(False, BOOLEAN, "Store after the prompt is complete, off the step's critical path.")
     overlap_load_with_compute: bool = _setting(

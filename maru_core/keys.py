@@ -1,11 +1,13 @@
-"""Token prefix to chunk keys: a blake2b chain, one link per whole chunk."""
+"""Token prefix to chunk keys: a blake2b chain, one link per whole chunk; and the keys of a chunk's layers."""
 
 from __future__ import annotations
 
 import hashlib
+import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 from attrs import define, field
 
@@ -14,6 +16,28 @@ from maru_core.pool_format import KEY_SIZE
 
 #: The array type code of an unsigned integer of exactly four bytes.
 _U32 = next(code for code in "IL" if array(code).itemsize == 4)
+
+
+#: What sets a layer's key apart from its chunk's, and how it is written.
+_SUFFIX: Final = struct.Struct("<I")
+#: An odd number whose multiples spread over all bits, so that no two layers have the same.
+_SPREAD: Final = 0x9E37_79B9
+
+
+def layer_keys(chunk_keys: Iterable[bytes], layers: int) -> list[bytes]:
+    """Keys of layerwise objects: those of a chunk from layer 0 on, then those of the next chunk.
+
+    The last four bytes of the chunk's key are mixed with the layer. They differ between the layers of a chunk and stay
+    as evenly spread as a hash, which the server's index and the sample of checksums go by; the other 28 still name one
+    prefix alone.
+    """
+    steps = [layer * _SPREAD & 0xFFFF_FFFF for layer in range(layers)]
+    pack, size = _SUFFIX.pack, _SUFFIX.size
+    keys: list[bytes] = []
+    for key in chunk_keys:
+        head, number = key[:-size], int.from_bytes(key[-size:], "little")
+        keys += [head + pack(number ^ step) for step in steps]
+    return keys
 
 
 def cache_salt_field(salt: str | None) -> tuple[tuple[str, bytes], ...]:
@@ -28,11 +52,14 @@ class KeyChain:
     ``root`` is :attr:`maru_core.namespace.Namespace.root`. ``extra`` holds what else decides the KV of the whole
     prompt, as (tag, value) pairs: tags and values are length-delimited, so that two different sequences never hash
     alike; their order counts. Key ``i`` names tokens ``[0, (i+1)*chunk_tokens)``; only whole chunks have one.
+    ``objects_per_chunk``: 1, or in the layerwise format the number of layers. A chunk's objects are a chain, too: layer
+    0 follows the last layer of the chunk before, so that eviction takes the deepest ones first.
     """
 
     root: bytes
     chunk_tokens: int
     extra: Sequence[tuple[str, bytes]] = ()
+    objects_per_chunk: int = 1
     keys: list[bytes] = field(init=False, factory=list)
     _start: bytes = field(init=False, repr=False)
 
@@ -41,6 +68,8 @@ class KeyChain:
             raise MaruError(f"a key chain's root has {len(self.root)} bytes; take the {KEY_SIZE} of Namespace.root")
         if self.chunk_tokens < 1:
             raise MaruError(f"chunk_tokens={self.chunk_tokens}: a chunk holds at least one token")
+        if self.objects_per_chunk < 1:
+            raise MaruError(f"objects_per_chunk={self.objects_per_chunk}: a chunk is at least one object")
         start = hashlib.blake2b(self.root, digest_size=KEY_SIZE, person=b"maru-extra")
         for tag, value in self.extra:
             for part in (tag.encode("utf-8", "surrogatepass"), value):
@@ -72,6 +101,16 @@ class KeyChain:
     def parent(self, index: int) -> bytes:
         """The key that chunk ``index`` was chained to: the chunk before it, or this chain's start for the first."""
         return self.keys[index - 1] if index else self._start
+
+    def object_keys(self, first: int, end: int) -> list[bytes]:
+        """Keys of the objects of chunks ``[first, end)``, chunk after chunk, each from layer 0 on."""
+        chunks = self.keys[first:end]
+        return chunks if self.objects_per_chunk == 1 else layer_keys(chunks, self.objects_per_chunk)
+
+    def object_parents(self, chunk: int) -> list[bytes]:
+        """For each object of a chunk the key that precedes it: of layer 0 the last one of the chunk before."""
+        before = self.object_keys(chunk - 1, chunk)[-1] if chunk else self._start
+        return [before, *self.object_keys(chunk, chunk + 1)[:-1]]
 
 
 def _pack(chunk: Sequence[int], first: int) -> bytes:

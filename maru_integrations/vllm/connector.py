@@ -94,6 +94,7 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             stores=transfer.is_kv_producer,
             parks=self._parks(config),
             lookup_timeout=config.lookup_timeout,
+            objects_per_chunk=plan.objects_per_chunk,
             block_budget=compat.block_budget(self._vllm_config, self._kv_cache_config),
             window=config.load_admission_window,
             load_timeout=config.load_timeout,

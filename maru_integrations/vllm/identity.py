@@ -14,8 +14,10 @@ from maru_core.config import MaruConfig
 from maru_core.namespace import OPERATOR_FACT, Namespace
 from maru_integrations.vllm.compat import KVGeometry
 
-#: Name and version of the byte layout that :class:`maru_core.geometry.ObjectLayout` describes.
-STORAGE_FORMAT = "chunkwise/1"
+#: Name and version of the byte layouts that :class:`maru_core.geometry.ObjectLayout` describes: an object per chunk,
+#: and an object per chunk and layer.
+CHUNKWISE = "chunkwise/1"
+LAYERWISE = "layerwise/1"
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 _SAMPLE = 64 * 1024
@@ -28,7 +30,7 @@ def namespace_of(vllm_config: Any, geometry: KVGeometry, chunk_tokens: int, conf
     load = vllm_config.load_config
     return Namespace.of(
         {
-            "format": STORAGE_FORMAT,
+            "format": LAYERWISE if config.use_layerwise else CHUNKWISE,
             OPERATOR_FACT: config.cache_namespace,
             "model": str(model.model),
             "revision": _text(model.revision),

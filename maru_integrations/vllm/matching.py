@@ -7,7 +7,6 @@ from collections.abc import Callable
 from maru_core import logs
 from maru_core.client import Lease, MaruHandler
 from maru_core.errors import MaruError
-from maru_core.protocol import Presence
 from maru_integrations.vllm.breaker import Breaker
 from maru_integrations.vllm.requests import Hit, Lookup, RequestState
 
@@ -32,6 +31,7 @@ class Matcher:
         *,
         chunk_tokens: int,
         block_size: int,
+        objects_per_chunk: int = 1,
         lookup_timeout: float,
         clock: Callable[[], float],
         breaker: Breaker | None = None,
@@ -40,6 +40,7 @@ class Matcher:
         self._handler = handler
         self._chunk = chunk_tokens
         self._block = block_size
+        self._objects = objects_per_chunk
         self._timeout = lookup_timeout
         self._clock = clock
         self._breaker = Breaker(clock) if breaker is None else breaker
@@ -178,7 +179,7 @@ class Matcher:
         assert chain is not None
         chain.extend(state.request.all_token_ids, (first + 1) * self._chunk)
         try:
-            pending = self._handler.submit_acquire(chain.keys[first : first + 1], leading=True)
+            pending = self._handler.submit_acquire(chain.object_keys(first, first + 1), leading=True)
         except MaruError:
             return
         self._count("lookups")
@@ -196,7 +197,7 @@ class Matcher:
             state.asked = True
             return False
         chain.extend(state.request.all_token_ids, end * self._chunk)
-        pending = self._handler.submit_acquire(chain.keys[first:end], leading=True)
+        pending = self._handler.submit_acquire(chain.object_keys(first, end), leading=True)
         self._count("lookups")
         state.lookup = Lookup(pending, first, self._clock() + self._timeout)
         return True
@@ -205,12 +206,9 @@ class Matcher:
         return self._handler.holds(lease.epoch)
 
     def _usable(self, lease: Lease) -> int:
-        """Chunks from the front that are there and have not failed before."""
-        count = 0
-        for status, item in zip(
-            lease.statuses, zip(lease.keys, lease.entries, lease.generations, strict=True), strict=True
-        ):
-            if status != Presence.READY or item in self._bad:
-                break
-            count += 1
-        return count
+        """Chunks from the front all of whose objects are there and have not failed before."""
+        count = lease.leading
+        if self._bad:
+            items = zip(lease.keys[:count], lease.entries, lease.generations, strict=False)
+            count = next((index for index, item in enumerate(items) if item in self._bad), count)
+        return count // self._objects

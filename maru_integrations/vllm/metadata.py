@@ -32,8 +32,9 @@ LATE: Final = "late"
 class LoadOp:
     """Objects to copy into one request's blocks, under a lease that the scheduler side holds until this is answered.
 
-    The request's absolute tokens ``[first, last)`` lie in chunks ``chunk, chunk+1, …``, one object each; ``blocks``
-    are the request's blocks from the first token of ``chunk`` on. Columns have one item per object. ``parked``: the
+    The request's absolute tokens ``[first, last)`` lie in chunks ``chunk, chunk+1, …``; ``blocks`` are the request's
+    blocks from the first token of ``chunk`` on. Columns have one item per object: one for each chunk, or in the
+    layerwise format one for each of its layers, from layer 0 on, before those of the next chunk. ``parked``: the
     request waits for its completion to be reported. ``deadline``: seconds from when the worker gets this, after which
     what has not been loaded counts as failed; 0: none. ``overlap``: the request may be reported as received before
     all of its layers are there.
@@ -59,7 +60,8 @@ class LoadOp:
 class StoreOp:
     """Chunks of one request that are complete once this step has run.
 
-    ``blocks`` holds ``chunk_tokens / block_size`` ids for each chunk, one chunk after the other. ``asynchronous``: the
+    ``blocks`` holds ``chunk_tokens / block_size`` ids for each chunk, one chunk after the other; ``keys`` and
+    ``parents`` have one item per object, as the columns of :class:`LoadOp`. ``asynchronous``: the
     copy may run between steps and is answered with one :class:`StoreResult`, whatever becomes of it; until then the
     blocks stay what they are, unless the request is named in ``preempted`` before. Others are done when their step is.
     """

@@ -31,7 +31,8 @@ class SchedulerSettings:
 
     ``parks``: hits are loaded between steps; ``block_budget`` and ``window`` bound how many at a time, ``load_timeout``
     each of them; ``overlap``: their requests may run before everything is there. ``stores_later``: stores run between
-    steps. ``token_bytes``: stored bytes of one token; 0: hits are loaded whatever they cost.
+    steps. ``objects_per_chunk`` as in KeyChain. ``token_bytes``: stored bytes of one token; 0: hits are loaded whatever
+    they cost.
     """
 
     chunk_tokens: int
@@ -40,6 +41,7 @@ class SchedulerSettings:
     stores: bool
     parks: bool
     lookup_timeout: float
+    objects_per_chunk: int = 1
     block_budget: int | None = None
     window: int = 0
     load_timeout: float = 0.0
@@ -74,6 +76,7 @@ class MaruScheduler:
             handler,
             chunk_tokens=settings.chunk_tokens,
             block_size=settings.block_size,
+            objects_per_chunk=settings.objects_per_chunk,
             lookup_timeout=settings.lookup_timeout,
             clock=clock,
             breaker=self._breaker,
@@ -158,7 +161,8 @@ class MaruScheduler:
         chunk_tokens, block_size = self._settings.chunk_tokens, self._settings.block_size
         first, last = hit.local, hit.local + external
         chunk, end_chunk = first // chunk_tokens, -(-last // chunk_tokens)
-        low, high = chunk - hit.first_chunk, end_chunk - hit.first_chunk
+        objects = self._settings.objects_per_chunk
+        low, high = (chunk - hit.first_chunk) * objects, (end_chunk - hit.first_chunk) * objects
         lease = hit.lease
         state.hit = None
         state.known = range(chunk, end_chunk)
@@ -275,7 +279,9 @@ class MaruScheduler:
                 if op is not None:
                     ops.append(op)
                     if op.asynchronous:
-                        self._stores.begin(op)
+                        chain = item[0].chain
+                        assert chain is not None
+                        self._stores.begin(op, [chain.keys[chunk] for chunk in op.chunks])
         except BaseException:
             # None of them reaches a worker, so none would ever be answered.
             for op in ops:
@@ -329,8 +335,8 @@ class MaruScheduler:
         return StoreOp(
             request_id=str(state.request.request_id),
             chunks=chunks,
-            keys=[state.chain.keys[chunk] for chunk in chunks],
-            parents=[state.chain.parent(chunk) for chunk in chunks],
+            keys=[key for chunk in chunks for key in state.chain.object_keys(chunk, chunk + 1)],
+            parents=[parent for chunk in chunks for parent in state.chain.object_parents(chunk)],
             blocks=blocks,
             store_id=self._stores.number() if self._settings.stores_later else 0,
             asynchronous=self._settings.stores_later,
@@ -394,15 +400,16 @@ class MaruScheduler:
             return
         self._handler.release(done.lease)
         self._parking.end_load(done.request_id)
-        good = result.good
-        if good >= done.end_chunk - done.chunk:
+        objects = self._settings.objects_per_chunk
+        if result.good >= (done.end_chunk - done.chunk) * objects:
             self._stats.count("loads")
             return
         self._stats.count("loads_failed", reason=result.reason)
         if not result.reason:
-            index = done.chunk - done.lease_chunk + good
+            index = (done.chunk - done.lease_chunk) * objects + result.good
             lease = done.lease
             self._matcher.remember_bad(lease.keys[index], lease.entries[index], lease.generations[index])
+        good = result.good // objects  # a chunk counts with all of its objects only
         if done.first == 0 and good == 0:
             # vLLM takes its blocks back; otherwise it keeps them, and with them its share, until it runs.
             self._parking.leave(done.request_id)
@@ -496,6 +503,8 @@ class MaruScheduler:
                 self._log.warning("maru.request_not_cached", reason=reason)
             chain = None
             if reason is None:
-                chain = KeyChain(self._root, self._settings.chunk_tokens, support.salt_of(request))
+                settings = self._settings
+                salt = support.salt_of(request)
+                chain = KeyChain(self._root, settings.chunk_tokens, salt, settings.objects_per_chunk)
             state = self._states[request.request_id] = RequestState(request, chain)
         return state

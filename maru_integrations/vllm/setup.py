@@ -49,6 +49,11 @@ class Plan:
     stored: ObjectLayout
 
     @property
+    def objects_per_chunk(self) -> int:
+        """1, or in the layerwise format the number of layers."""
+        return len(self.geometry.layer_names) if self.config.use_layerwise else 1
+
+    @property
     def granule(self) -> int:
         """Allocation granule for a server that this engine starts, in bytes."""
         return self.config.chunk_size or granule_for(self.stored.nbytes)
@@ -99,7 +104,7 @@ def make_plan(vllm_config: Any, kv_cache_config: Any, config: MaruConfig, plugin
     chunk_tokens = aligned_chunk(config.kv_chunk_tokens, geometry.block_size)
     stored = ObjectLayout(
         num_planes=2,
-        num_layers=len(geometry.layer_names),
+        num_layers=1 if config.use_layerwise else len(geometry.layer_names),
         chunk_tokens=chunk_tokens,
         hidden=geometry.num_kv_heads * geometry.head_size,
         element_size=geometry.element_size,

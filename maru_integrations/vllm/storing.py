@@ -18,6 +18,7 @@ _AGAIN = frozenset({LOAD_FAILED, PREEMPTED})
 @define
 class _Pending:
     op: StoreOp
+    keys: Sequence[bytes]
     #: Whether the store may read blocks that its request owns.
     attached: bool = True
     #: Requests that have the same chunk and did not store it, by key: request and chunk.
@@ -26,14 +27,14 @@ class _Pending:
 
 @define
 class Stores:
-    """Every asynchronous store from its hand-over to its one answer.
+    """Every asynchronous store from its hand-over to its one answer. Keys are those of chunks.
 
     Invariants: a key belongs to one store at a time and to none after that one's answer; a request is outstanding
     exactly while a store reads from its blocks.
     """
 
     _pending: dict[int, _Pending] = field(factory=dict, init=False)
-    #: The store of each key on its way. With objects for each layer, every object has a key.
+    #: The store of each key on its way.
     _owners: dict[bytes, int] = field(factory=dict, init=False)
     _by_request: dict[str, set[int]] = field(factory=dict, init=False)
     _ids: int = field(default=0, init=False)
@@ -44,17 +45,17 @@ class Stores:
         return self._ids
 
     def is_pending(self, key: bytes) -> bool:
-        """Whether the object of this key is on its way."""
+        """Whether the chunk of this key is on its way."""
         return key in self._owners
 
     def join(self, key: bytes, request_id: str, chunk: int) -> None:
         """The request has the same chunk; it is told by :meth:`ended` if the store of it does not come to its end."""
         self._pending[self._owners[key]].others.append((request_id, chunk))
 
-    def begin(self, op: StoreOp) -> None:
-        """Hand the store over."""
-        self._pending[op.store_id] = _Pending(op)
-        self._owners.update(dict.fromkeys(op.keys, op.store_id))
+    def begin(self, op: StoreOp, keys: Sequence[bytes]) -> None:
+        """Hand the store over; ``keys`` of its chunks."""
+        self._pending[op.store_id] = _Pending(op, keys)
+        self._owners.update(dict.fromkeys(keys, op.store_id))
         self._by_request.setdefault(op.request_id, set()).add(op.store_id)
 
     def ended(self, result: StoreResult) -> list[tuple[str, int]]:
@@ -63,7 +64,7 @@ class Stores:
         if pending is None:
             return []
         op = pending.op
-        for key in op.keys:
+        for key in pending.keys:
             if self._owners.get(key) == result.store_id:
                 del self._owners[key]
         if pending.attached:

@@ -7,13 +7,14 @@ import os
 import struct
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from maru_core.errors import MaruError
-from maru_core.keys import KeyChain, cache_salt_field
+from maru_core.keys import KeyChain, cache_salt_field, layer_keys
 from maru_core.namespace import Namespace
 
 ROOT = Namespace.of({"model": "m"}).root
@@ -140,6 +141,53 @@ def test_a_list_shorter_than_asked_for_is_refused():
 def test_a_chain_without_a_root_or_a_chunk_is_refused(root, chunk_tokens):
     with pytest.raises(MaruError):
         KeyChain(root, chunk_tokens)
+
+
+@given(st.lists(st.binary(min_size=32, max_size=32), max_size=5, unique=True), st.integers(1, 130))
+def test_layers_of_chunks_have_keys_of_their_own_that_name_their_chunk(chunks, layers):
+    found = layer_keys(chunks, layers)
+    assert len(found) == len(chunks) * layers
+    for place, key in enumerate(found):
+        assert len(key) == 32
+        assert key[:28] == chunks[place // layers][:28]
+    for first in range(0, len(found), layers):
+        tags = {key[28:] for key in found[first : first + layers]}
+        assert len(tags) == layers, "two layers of a chunk share what the index finds them by"
+    if len({chunk[:28] for chunk in chunks}) == len(chunks):
+        assert len(set(found)) == len(found)
+
+
+def test_known_layer_keys_do_not_change_between_versions():
+    assert [key.hex()[-8:] for key in layer_keys([bytes(range(32))], 3)] == ["1c1d1e1f", "a5642981", "6eee7023"]
+
+
+def test_layers_spread_over_the_shards_and_the_sample_as_hashes_do():
+    """Their last byte picks a shard of the index and whether an object is given a checksum."""
+    chunks = [hashlib.blake2b(bytes([number]), digest_size=32).digest() for number in range(250)]
+    counts = Counter(key[-1] % 64 for key in layer_keys(chunks, 32))
+    assert len(counts) == 64
+    assert max(counts.values()) < 2 * 250 * 32 / 64
+    assert len({key[28:] for key in layer_keys(chunks, 32)}) > 0.999 * 250 * 32
+
+
+@pytest.mark.parametrize("objects", [1, 2, 5])
+@given(tokens=st.lists(st.integers(0, 99), min_size=12, max_size=24))
+def test_objects_of_a_request_are_one_chain(objects, tokens):
+    chain = KeyChain(ROOT, 4, (), objects)
+    chain.extend(tokens, len(tokens))
+    chunks = len(tokens) // 4
+    keys = chain.object_keys(0, chunks)
+    assert len(keys) == chunks * objects
+    assert keys[objects : 2 * objects] == chain.object_keys(1, 2)
+    parents = [parent for chunk in range(chunks) for parent in chain.object_parents(chunk)]
+    assert parents == [chain.parent(0), *keys[:-1]]
+    if objects == 1:
+        assert keys == chain.keys
+
+
+def test_a_chunk_of_no_objects_is_refused():
+    with pytest.raises(MaruError, match="objects_per_chunk=0"):
+        KeyChain(ROOT, 4, (), 0)
 
 
 def test_two_interpreters_with_different_hash_seeds_agree():

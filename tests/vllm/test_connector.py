@@ -15,6 +15,11 @@ from tests.vllm.mini_engine import BLOCK, CHUNK, HEADS, SIZE, Engine, chain, che
 
 EngineOn = Callable[..., Engine]
 PARKED = {"maru_async_load": True}
+LAYERWISE = {"maru_use_layerwise": True}
+#: Both storage formats, both ways to load.
+FORMATS = pytest.mark.parametrize(
+    "extra", [{}, PARKED, LAYERWISE, PARKED | LAYERWISE], ids=["sync", "parked", "layerwise", "layerwise-parked"]
+)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -23,14 +28,16 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def keys_of(engine: Engine, tokens: list[int]) -> list[bytes]:
     assert engine.side._plan is not None
-    keys = KeyChain(engine.side._plan.namespace.root, CHUNK)
-    keys.extend(tokens, len(tokens) // CHUNK * CHUNK)
-    return keys.keys
+    plan = engine.side._plan
+    keys = KeyChain(plan.namespace.root, CHUNK, objects_per_chunk=plan.objects_per_chunk)
+    chunks = len(tokens) // CHUNK
+    keys.extend(tokens, chunks * CHUNK)
+    return keys.object_keys(0, chunks)
 
 
-def warm(engine_on: EngineOn, store: FakeStore, *prompts: list[int]) -> None:
+def warm(engine_on: EngineOn, store: FakeStore, *prompts: list[int], extra: dict[str, Any] | None = None) -> None:
     """Fill the store from an engine that then goes away."""
-    engine = engine_on(store)
+    engine = engine_on(store, extra=extra or {})
     for index, tokens in enumerate(prompts):
         engine.add(f"warm{index}", tokens, max_tokens=1)
         engine.run()
@@ -52,14 +59,14 @@ def settled(engine: Engine, free: int) -> None:
     assert not engine.worker._guard.caught
 
 
-@pytest.mark.parametrize("extra", [{}, PARKED], ids=["sync", "parked"])
+@FORMATS
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 256])
 def test_a_second_engine_answers_the_same_from_the_pool(
     engine_on: EngineOn, length: int, extra: dict[str, Any]
 ) -> None:
     """Every prompt length around block and chunk borders: same answer, the longest usable prefix comes from Maru."""
     store, tokens = FakeStore(), prompt(length)
-    warm(engine_on, store, tokens)
+    warm(engine_on, store, tokens, extra=extra)
     engine = engine_on(store, extra=extra)
     free = engine.free_blocks()
     engine.add("b", tokens, max_tokens=5)
@@ -71,11 +78,12 @@ def test_a_second_engine_answers_the_same_from_the_pool(
     assert check_store(store, [tokens + engine.answers["b"]], lambda t: keys_of(engine, t)) >= length // CHUNK
 
 
+@pytest.mark.parametrize("extra", [{}, LAYERWISE], ids=["chunkwise", "layerwise"])
 @pytest.mark.parametrize("budget", [16, 24, 40, 64, 200])
-def test_chunked_prefill_stores_every_complete_chunk(engine_on: EngineOn, budget: int) -> None:
+def test_chunked_prefill_stores_every_complete_chunk(engine_on: EngineOn, budget: int, extra: dict[str, Any]) -> None:
     """However the prompt is split into steps, the same objects are there afterwards (R033: also without new blocks)."""
     store, tokens = FakeStore(), prompt(150)
-    engine = engine_on(store, budget=budget)
+    engine = engine_on(store, budget=budget, extra=extra)
     engine.add("a", tokens, max_tokens=2)
     engine.run()
     assert engine.answers["a"] == reference(tokens, 2)
@@ -138,17 +146,18 @@ def test_a_load_never_touches_local_blocks(engine_on: EngineOn, local_blocks: in
     assert not engine.poisoned
 
 
-@pytest.mark.parametrize("extra", [{}, PARKED], ids=["sync", "parked"])
+@FORMATS
 @pytest.mark.parametrize("bad_chunk", [0, 1, 3])
 def test_a_failed_load_is_recomputed_and_does_not_spread(
     engine_on: EngineOn, extra: dict[str, Any], bad_chunk: int
 ) -> None:
     """R004: an object that turns out to be another's after the copy costs time, no token, and is not promised again."""
     store, tokens = FakeStore(), prompt(150)
-    warm(engine_on, store, tokens)
+    warm(engine_on, store, tokens, extra=extra)
     engine = engine_on(store, extra=extra)
     free = engine.free_blocks()
-    victim = store.objects[keys_of(engine, tokens)[bad_chunk]]
+    keys = keys_of(engine, tokens)
+    victim = store.objects[keys[(bad_chunk + 1) * len(keys) // 4 - 1]]
     store.lost.add(victim.entry)
     victim.data[:] = b"\x55" * len(victim.data)
     engine.add("b", tokens)
@@ -168,11 +177,11 @@ def test_a_failed_load_is_recomputed_and_does_not_spread(
     assert check_store(store, [tokens, follow], lambda t: keys_of(engine, t))
 
 
-@pytest.mark.parametrize("extra", [{}, PARKED], ids=["sync", "parked"])
+@FORMATS
 def test_what_was_recomputed_after_a_failed_load_is_stored_again(engine_on: EngineOn, extra: dict[str, Any]) -> None:
     """The object was lost, so the recomputed chunk takes its place; chunks before it are not copied again."""
     store, tokens = FakeStore(), prompt(150)
-    warm(engine_on, store, tokens)
+    warm(engine_on, store, tokens, extra=extra)
     engine = engine_on(store, extra=extra)
     victim = store.objects[keys_of(engine, tokens)[1]]
     store.lost.add(victim.entry)

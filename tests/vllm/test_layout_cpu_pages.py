@@ -72,12 +72,17 @@ def as_integers(tensor: torch.Tensor) -> np.ndarray:
     return tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32).numpy()
 
 
+@pytest.mark.parametrize("layerwise", [False, True], ids=["chunkwise", "layerwise"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("isa", "block_size", "head_size"),
     [("vec16", 16, 64), ("vec", 32, 64), ("vec16", 48, 64), ("vec", 64, 32), ("vec16", 64, 80), ("vec", 128, 128)],
 )
-def test_token_t_of_the_object_is_what_vllm_wrote_for_token_t(vllm, isa, block_size, head_size, dtype):
+def test_token_t_of_the_object_is_what_vllm_wrote_for_token_t(vllm, isa, block_size, head_size, dtype, layerwise):
+    """Chunkwise at ``[plane, layer, t]``, layerwise at ``[plane, t]`` of the true layer's object.
+
+    Pages are registered in the reverse of the layers' order, and objects are asked for in one of their own.
+    """
     tokens = 4 * CHUNK
     blocks = -(-tokens // block_size) + 3
     kv_caches = allocate(vllm, "LBHNC", block_size, head_size, dtype, blocks)
@@ -99,20 +104,28 @@ def test_token_t_of_the_object_is_what_vllm_wrote_for_token_t(vllm, isa, block_s
         "isa": isa,
     }
     paged, layers = describe_layout(kv_caches, **facts)
-    stored = ObjectLayout(2, LAYERS, CHUNK, HEADS * head_size, dtype.itemsize)
+    stored = ObjectLayout(2, 1 if layerwise else LAYERS, CHUNK, HEADS * head_size, dtype.itemsize)
+    assert stored.nbytes == 2 * (1 if layerwise else LAYERS) * CHUNK * HEADS * head_size * dtype.itemsize
     copies = [
-        ChunkCopy(c, c * CHUNK, (c + 1) * CHUNK, memoryview(bytearray(stored.nbytes))) for c in range(tokens // CHUNK)
+        ChunkCopy(c, c * CHUNK, (c + 1) * CHUNK, memoryview(bytearray(stored.nbytes)), layer)
+        for layer in ((1, 2, 0) if layerwise else (None,))
+        for c in range(tokens // CHUNK)
     ]
     with closing(TorchCopyEngine().open(layers, paged, stored)) as transfer:
         transfer.store(table, copies)
     wanted = as_integers(written).reshape(2, LAYERS, tokens, HEADS * head_size)
     for copy in copies:
-        found = np.frombuffer(copy.buffer, wanted.dtype).reshape(2, LAYERS, CHUNK, HEADS * head_size)
+        found = np.frombuffer(copy.buffer, wanted.dtype)
+        if layerwise:
+            found = found.reshape(2, CHUNK, HEADS * head_size)
+        else:
+            found = found.reshape(2, LAYERS, CHUNK, HEADS * head_size)
         for plane in range(2):
-            for layer in range(LAYERS):
+            for layer in range(LAYERS) if copy.layer is None else (copy.layer,):
+                rows = found[plane] if layerwise else found[plane, layer]
                 for t in range(CHUNK):
                     token = copy.first + t
-                    assert np.array_equal(found[plane, layer, t], wanted[plane, layer, token]), (plane, layer, token)
+                    assert np.array_equal(rows[t], wanted[plane, layer, token]), (plane, layer, token)
 
     fresh = allocate(vllm, "LBHNC", block_size, head_size, dtype, blocks)
     paged, layers = describe_layout(fresh, **facts)

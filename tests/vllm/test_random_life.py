@@ -88,15 +88,16 @@ def live(engine: Engine, rng: random.Random, texts: list[list[int]], names: list
     return prompts
 
 
-@pytest.mark.parametrize("leaps", range(2))
+@pytest.mark.parametrize(("leaps", "layerwise"), [(0, False), (1, False), (0, True)])
 @pytest.mark.parametrize("seed", range(8))
-def test_two_engines_on_one_store(engine_on: Callable[..., Engine], seed: int, leaps: int) -> None:
+def test_two_engines_on_one_store(engine_on: Callable[..., Engine], seed: int, leaps: int, layerwise: bool) -> None:
     rng = random.Random(seed)
     store = FakeStore()
     texts = [[rng.randrange(997) for _ in range(200)] for _ in range(3)]
     texts += [texts[0][:100] + texts[1][100:]]
     for number in range(2):
         extra: dict[str, Any] = {"maru_async_load": rng.random() < 0.5, "maru_lookup_timeout": 0.5}
+        extra["maru_use_layerwise"] = layerwise
         engine = engine_on(
             store,
             extra=extra,

@@ -78,6 +78,7 @@ def test_every_fact_gives_another_namespace() -> None:
         namespace_of(fake_config(), evolve(GEOMETRY, layer_names=("a.0", "a.1")), 256, config),
         namespace_of(fake_config(), GEOMETRY, 128, config),
         namespace_of(fake_config(), GEOMETRY, 256, MaruConfig(cache_namespace="tenant")),
+        namespace_of(fake_config(), GEOMETRY, 256, MaruConfig(use_layerwise=True)),
     ]
     assert len({base.digest, *(other.digest for other in others)}) == len(others) + 1
     # Page geometry and names do not: unlike instances share.
@@ -320,6 +321,23 @@ def test_every_combination_of_knobs(bits: int, needs_parking: bool) -> None:
         expected.add("maru_load_admission_window")
     assert idle_knobs(logs) == expected
     assert setup.overlaps(config) == (overlap and load)
+
+
+@pytest.mark.parametrize(("layerwise", "objects", "layers"), [(False, 1, 3), (True, 3, 1)])
+def test_a_plan_says_what_an_object_holds_and_how_many_make_a_chunk(
+    monkeypatch: pytest.MonkeyPatch, layerwise: bool, objects: int, layers: int
+) -> None:
+    geometry = evolve(GEOMETRY, layer_names=("a.0", "a.1", "a.2"))
+    monkeypatch.setattr(compat, "kv_geometry", lambda *_: geometry)
+    plan = setup.make_plan(fake_config(), None, MaruConfig(use_layerwise=layerwise), setup.PluginSettings())
+    assert isinstance(plan, setup.Plan)
+    assert plan.objects_per_chunk == objects
+    assert (plan.stored.num_layers, plan.stored.nbytes) == (layers, 2 * layers * 256 * 2 * 64 * 2)
+    assert plan.granule == setup.granule_for(plan.stored.nbytes)
+    facts = dict(plan.namespace.facts)
+    # Stored objects outlive a release: the name of a format never changes.
+    assert facts["format"] == ("layerwise/1" if layerwise else "chunkwise/1")
+    assert facts["layers"] == 3
 
 
 def test_vllm_finds_the_class_and_our_overrides_fit(model_folder: str) -> None:

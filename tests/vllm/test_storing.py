@@ -42,7 +42,7 @@ class StoresMachine(RuleBasedStateMachine):
             number = self.stores.number()
             keys = [KEYS[chunk] for chunk in mine]
             op = StoreOp(name, mine, keys, keys, mine, number, True)
-            self.stores.begin(op)
+            self.stores.begin(op, keys)
             self.ops[number] = op
             self.attached.add(number)
             self.waiting[number] = []
