@@ -1,6 +1,6 @@
 """Builds the native code when Maru is installed, and never fails an install: a hook of hatchling that calls CMake.
 
-Each part (``host``, ``cuda``) is built, or left out with a reason and a remedy; what became of it goes into a
+Each part (``host``, ``copy``, ``cuda``) is built, or left out with a reason and a remedy; what became of it goes into a
 ``_build_info.json`` in each package that has a library. A wheel gets the libraries beside the modules that bind them,
 an editable install puts them into the tree itself. ``python csrc/build.py`` does the latter, for a checkout that is
 used through ``PYTHONPATH``.
@@ -27,7 +27,11 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 #: Parts by name, with the library that each makes, in the package that binds it: targets ``maru_<name>`` of
 #: CMakeLists.txt.
-PARTS = {"host": Path("maru_backends/libmaru_host.so"), "cuda": Path("maru_transfer/libmaru_cuda.so")}
+PARTS = {
+    "host": Path("maru_backends/libmaru_host.so"),
+    "copy": Path("maru_transfer/libmaru_copy.so"),
+    "cuda": Path("maru_transfer/libmaru_cuda.so"),
+}
 BUILD_INFO = "_build_info.json"
 PACKAGES = sorted({library.parent for library in PARTS.values()})
 SKIP = "MARU_SKIP_KV_OPS"
@@ -48,6 +52,7 @@ AGAIN = "and install Maru again"
 #: When the compilers are there and fail at our code.
 REMEDIES = {
     "host": f"set CC to another C compiler, {AGAIN}",
+    "copy": f"set CC to another C compiler, {AGAIN}",
     "cuda": f"set CUDACXX to the nvcc of another toolkit, or NVCC_CCBIN to a C++ compiler that it takes, {AGAIN}",
 }
 

@@ -258,6 +258,48 @@ MARU_API int maru_cuda_times(const struct maru_pages *pages, double *issued, dou
 /* What went wrong in the last failed call on `pages`; valid until the next call on it. Never NULL. */
 MARU_API const char *maru_cuda_error(const struct maru_pages *pages);
 
+/* ==== Copies between pages in host memory and objects: libmaru_copy =================================================
+ *
+ * A library of its own; it needs nothing. Addresses are numbers; none is checked. */
+
+/* `tokens` tokens that follow each other in the pages and in one object. */
+struct maru_piece {
+  /* Address of the object's first byte. */
+  uint64_t object;
+  /* Where the first token lies in the pages, and which token of the chunk it is. */
+  uint32_t block, slot, token, tokens;
+  /* The first layer of the pages that moves, and which one of the object that is. */
+  uint32_t layer, row;
+};
+
+/* What any number of threads copy together, each with one call of maru_copy_pieces. */
+struct maru_copy_job {
+  const struct maru_geometry *geometry;
+  /* Where each layer's first element is. */
+  const uint64_t *layer_addresses;
+  const struct maru_piece *pieces;
+  uint32_t piece_count;
+  /* Layers that an object holds: its bytes are [planes, object_layers, chunk_tokens, heads, head_size]. */
+  uint32_t object_layers;
+  /* Layers that each piece moves. */
+  uint32_t layers;
+  /* enum maru_direction. */
+  uint32_t direction;
+  /* 1: what is written goes past the caches where that is possible: for more than they hold. */
+  uint32_t past_caches;
+  uint32_t reserved;
+  /* Zero. Counts what threads have taken. */
+  uint64_t taken;
+};
+
+/* MARU_ABI_VERSION of this library. */
+MARU_API uint32_t maru_copy_abi_version(void);
+
+/* Copy the pieces of a job, or what other threads leave of them; all is copied once every thread that called has
+ * returned. Stores of this thread are then ordered before whatever it stores later, also those past the caches.
+ * MARU_E_NULL, and MARU_E_ARGUMENT when a piece is not within the geometry: nothing was copied. */
+MARU_API int maru_copy_pieces(struct maru_copy_job *job);
+
 #ifdef __cplusplus
 }
 #endif

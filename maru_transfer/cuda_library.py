@@ -18,18 +18,16 @@ from attrs import frozen
 from maru_core.errors import TransferError
 from maru_core.geometry import ObjectLayout, PagedLayout
 from maru_transfer import build_info
+from maru_transfer.abi import ABI_VERSION, geometry_of
 
 LIBRARY: Final = "libmaru_cuda.so"
-#: MARU_ABI_VERSION of the header that this module was written for.
-ABI_VERSION: Final = 1
 REBUILD: Final = "install Maru again where nvcc can be found"
 
 #: enum maru_way.
 STAGED, BOUNCED, DIRECT, MAPPED = range(4)
 #: enum maru_direction.
 LOAD, STORE = range(2)
-#: MARU_PLANES, MARU_PLACE_SEGMENTS and MARU_PLACE_BLOCKS: what a layout may have and what one launch takes.
-MOST_PLANES: Final = 2
+#: MARU_PLACE_SEGMENTS and MARU_PLACE_BLOCKS: what one launch takes.
 MOST_SEGMENTS: Final = 24
 MOST_BLOCKS: Final = 640
 
@@ -48,33 +46,6 @@ SEGMENT: Final = np.dtype(
 )
 Array = np.ndarray[Any, Any]
 _TEXT: Final = 512
-
-
-class _Plane(ctypes.Structure):
-    """struct maru_plane."""
-
-    _fields_ = tuple((name, ctypes.c_uint64) for name in ("offset", "block", "token", "head", "dim"))
-
-
-class _Geometry(ctypes.Structure):
-    """struct maru_geometry."""
-
-    _fields_ = (
-        ("plane", _Plane * MOST_PLANES),
-        *(
-            (name, ctypes.c_uint32)
-            for name in (
-                "planes",
-                "layers",
-                "blocks",
-                "block_size",
-                "heads",
-                "head_size",
-                "element_size",
-                "chunk_tokens",
-            )
-        ),
-    )
 
 
 class _Job(ctypes.Structure):
@@ -260,7 +231,7 @@ class CudaDevice:
         addresses = (ctypes.c_uint64 * len(layer_addresses))(*layer_addresses)
         status = self._library.bind(
             self._handle,
-            ctypes.byref(_geometry(paged, stored)),
+            ctypes.byref(geometry_of(paged, stored)),
             addresses,
             staging,
             slot_bytes,
@@ -334,18 +305,3 @@ class CudaPages:
     def _check(self, status: int) -> None:
         if status:
             raise TransferError(self._library.error(self._handle).decode(errors="replace"))
-
-
-def _geometry(paged: PagedLayout, stored: ObjectLayout) -> _Geometry:
-    planes = [_Plane(p.offset, p.block, p.token, p.head, p.dim) for p in paged.planes]
-    return _Geometry(
-        (_Plane * MOST_PLANES)(*planes),
-        len(planes),
-        paged.num_layers,
-        paged.num_blocks,
-        paged.block_size,
-        paged.num_heads,
-        paged.head_size,
-        paged.element_size,
-        stored.chunk_tokens,
-    )

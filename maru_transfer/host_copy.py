@@ -1,31 +1,28 @@
-"""Copies between pages and objects that both lie in host memory, through NumPy views.
+"""Copies between pages and objects that both lie in host memory, by a few threads of our own.
 
-NumPy, not torch: torch splits a copy over all threads that it was told to use, and with more of them than cores one
-strided copy takes tens of times longer. NumPy copies on the calling thread and lets go of the interpreter lock, so a
-few threads of our own share the work whatever the engine set for torch.
+What one thread does is native code (:mod:`maru_transfer.host_library`) where it was built, else NumPy's
+(:mod:`maru_transfer.host_views`). Either lets go of the interpreter lock, and neither looks at how many threads the
+engine set for torch.
 """
 
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Protocol
 
-import numpy as np
 import torch
-from attrs import evolve
 
 from maru_core.contracts import LayeredLoad
 from maru_core.errors import TransferError
-from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout, PlaneStrides
+from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
+from maru_transfer.host_library import HostLibrary, NativePages, unsupported
+from maru_transfer.host_views import NumpyPages
 from maru_transfer.layered import Arrival, Arrived, LoadThread, SteppedLoad
 from maru_transfer.plan import Piece, plan_pieces
-from maru_transfer.tensors import LayerGroup, group_layers, single_layers
-
-Array = np.ndarray[Any, Any]
+from maru_transfer.tensors import group_layers
 
 #: Below this many bytes per transfer a second thread costs more than it brings.
 MIN_BYTES_PER_THREAD = 1 << 20
@@ -34,18 +31,41 @@ MIN_BYTES_PER_THREAD = 1 << 20
 MAX_THREADS = 4
 
 
+class Work(Protocol):
+    """What threads copy together: ``nbytes`` bytes in ``parts`` parts that each is one thread's."""
+
+    nbytes: int
+    parts: int
+
+    def run(self) -> None:
+        """Copy what no other thread has taken; raises after which nothing is right. Any thread."""
+
+    def stop(self) -> None:
+        """Leave what no thread has begun."""
+
+
 class HostTransfer:
     """Implements :class:`maru_core.contracts.Transfer` and ``LoadsByLayer`` for KV tensors in host memory."""
 
     def __init__(
-        self, layers: Sequence[torch.Tensor], paged: PagedLayout, stored: ObjectLayout, *, threads: int | None = None
+        self,
+        layers: Sequence[torch.Tensor],
+        paged: PagedLayout,
+        stored: ObjectLayout,
+        *,
+        threads: int | None = None,
+        library: HostLibrary | None = None,
     ) -> None:
+        """``threads`` at most copy at once, ``None``: the usable cores, four at most; without ``library`` by NumPy."""
         self._paged = paged
         self._stored = stored
+        # Refuses tensors that end before the layout does: what plan_pieces allows is within them.
         groups = group_layers(layers, paged)
-        self._groups = _with_memory(groups)
-        self._single = _with_memory(single_layers(groups))
-        self._boxes = [_Box(paged, stored, plane) for plane in range(len(paged.planes))]
+        self._pages: NativePages | NumpyPages | None
+        if library is None or unsupported(paged, stored):
+            self._pages = NumpyPages(groups, paged, stored)
+        else:
+            self._pages = NativePages(library, layers, paged, stored)
         self._threads = threads
         self._pool: ThreadPoolExecutor | None = None
         # It copies, too: whichever core its starter was pinned to.
@@ -55,12 +75,12 @@ class HostTransfer:
         """Objects to pages."""
         self._layers.settle()
         pieces = plan_pieces(self._paged, self._stored, block_ids, copies)
-        self._run(_load, self._tasks(pieces, copies), self._bytes(pieces))
+        self._run(False, pieces, copies)
 
     def begin_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> LayeredLoad:
         """Objects to pages, one layer after another."""
         pieces = plan_pieces(self._paged, self._stored, block_ids, copies)
-        if not self._groups:
+        if self._pages is None:
             raise TransferError("this transfer is closed")
         load = SteppedLoad(self._paged.num_layers, lambda layer: self._load_layer(layer, pieces, copies))
         self._layers.start(load)
@@ -73,7 +93,7 @@ class HostTransfer:
         for number, copy in enumerate(copies):
             if copy.buffer.readonly:
                 raise TransferError(f"copy {number} (chunk {copy.chunk}) stores into a read-only buffer")
-        self._run(_store, self._tasks(pieces, copies), self._bytes(pieces))
+        self._run(True, pieces, copies)
 
     def close(self) -> None:
         """End the copying threads and let go of the tensors' memory; layered loads are cancelled."""
@@ -81,31 +101,28 @@ class HostTransfer:
         if self._pool:
             self._pool.shutdown()
             self._pool = None
-        self._groups = self._single = []
+        self._pages = None
 
     def _load_layer(self, layer: int, pieces: Sequence[Piece], copies: Sequence[ChunkCopy]) -> Arrival:
         parts = [piece for piece in pieces if piece.layer in (None, layer)]
-        self._run(_load, self._layer_tasks(layer, parts, copies), self._bytes(parts) // self._stored.num_layers)
+        self._run(False, parts, copies, layer)
         return Arrived()
 
-    def _bytes(self, pieces: Sequence[Piece]) -> int:
-        return sum(piece.count for piece in pieces) * self._stored.nbytes // self._stored.chunk_tokens
-
-    def _run(self, move: Callable[[Array, Array], None], work: Iterable[tuple[Array, Array]], nbytes: int) -> None:
-        if not self._groups:
+    def _run(self, store: bool, pieces: Sequence[Piece], copies: Sequence[ChunkCopy], layer: int | None = None) -> None:
+        if self._pages is None:
             raise TransferError("this transfer is closed")
-        tasks = deque(work)
+        work: Work = self._pages.work(store, pieces, copies, layer)
         pool, threads = self._copiers()
-        threads = min(threads, nbytes // MIN_BYTES_PER_THREAD, len(tasks))
+        threads = min(threads, work.nbytes // MIN_BYTES_PER_THREAD, work.parts)
         if threads < 2:
-            _move_all(move, tasks)
+            work.run()
             return
-        shares = [pool.submit(_move_all, move, tasks) for _ in range(1, threads)]
+        shares = [pool.submit(work.run) for _ in range(1, threads)]
         try:
-            _move_all(move, tasks)
+            work.run()
         finally:
             # Also after an error: no thread may touch pages or buffers once this call has returned.
-            tasks.clear()
+            work.stop()
             errors = [share.exception() for share in shares]
         for error in errors:
             if error:
@@ -124,69 +141,6 @@ class HostTransfer:
             )
         return self._pool, self._threads or 1
 
-    def _tasks(self, pieces: Sequence[Piece], copies: Sequence[ChunkCopy]) -> Iterator[tuple[Array, Array]]:
-        """Pairs of (pages, object), views of equal shape and type; together they cover the pieces once."""
-        for piece in pieces:
-            for box in self._boxes:
-                for group, memory in self._groups if piece.layer is None else (self._single[piece.layer],):
-                    yield box.pages(memory, group, piece), box.object(copies[piece.copy].buffer, group, piece)
-
-    def _layer_tasks(
-        self, layer: int, pieces: Sequence[Piece], copies: Sequence[ChunkCopy]
-    ) -> Iterator[tuple[Array, Array]]:
-        """The same for one layer, whichever it is in an object."""
-        group, memory = self._single[layer]
-        group = evolve(group, first=layer % self._stored.num_layers)
-        for piece in pieces:
-            for box in self._boxes:
-                yield box.pages(memory, group, piece), box.object(copies[piece.copy].buffer, group, piece)
-
-
-class _Box:
-    """Makes NumPy views of one plane: layers, tokens, then what is not contiguous on both sides."""
-
-    def __init__(self, paged: PagedLayout, stored: ObjectLayout, plane: int) -> None:
-        size = stored.element_size
-        strides = paged.planes[plane]
-        self._plane: PlaneStrides = strides
-        self._size = size
-        self._layer_bytes = stored.chunk_tokens * stored.hidden * size
-        self._plane_offset = plane * stored.num_layers * self._layer_bytes
-        self._token_bytes = stored.hidden * size
-        # The widest item that is contiguous on both sides: a whole token, one head of it, or one element.
-        if strides.dim != 1:
-            item, shape = size, [(paged.num_heads, strides.head, paged.head_size), (paged.head_size, strides.dim, 1)]
-        elif strides.head != paged.head_size and paged.num_heads > 1:
-            item, shape = paged.head_size * size, [(paged.num_heads, strides.head, paged.head_size)]
-        else:
-            item, shape = stored.hidden * size, []
-        self._dtype = np.dtype(f"u{item}") if item in (1, 2, 4, 8) else np.dtype((np.void, item))
-        self._shape = tuple(count for count, _, _ in shape)
-        self._device = tuple(device * size for _, device, _ in shape)
-        self._host = tuple(host * size for _, _, host in shape)
-
-    def pages(self, memory: Array, group: LayerGroup, piece: Piece) -> Array:
-        plane = self._plane
-        first = plane.offset + piece.block * plane.block + piece.slot * plane.token
-        pages: Array = np.ndarray(
-            (group.count, piece.count, *self._shape),
-            self._dtype,
-            memory.data,
-            group.offset + first * self._size,
-            (group.stride, plane.token * self._size, *self._device),
-        )
-        return pages
-
-    def object(self, buffer: memoryview, group: LayerGroup, piece: Piece) -> Array:
-        stored: Array = np.ndarray(
-            (group.count, piece.count, *self._shape),
-            self._dtype,
-            buffer,
-            self._plane_offset + group.first * self._layer_bytes + piece.token * self._token_bytes,
-            (self._layer_bytes, self._token_bytes, *self._host),
-        )
-        return stored
-
 
 def process_cores() -> set[int]:
     """Cores that any thread of this process may run on.
@@ -204,30 +158,3 @@ def process_cores() -> set[int]:
 def _roam(cores: set[int]) -> None:
     with suppress(OSError):  # the cores were taken from this process; then the thread stays where it was started
         os.sched_setaffinity(0, cores)
-
-
-def _with_memory(groups: Sequence[LayerGroup]) -> list[tuple[LayerGroup, Array]]:
-    return [(group, _bytes_of(group.storage)) for group in groups]
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Array:
-    memory: Array = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-    return memory
-
-
-def _load(pages: Array, stored: Array) -> None:
-    np.copyto(pages, stored)
-
-
-def _store(pages: Array, stored: Array) -> None:
-    np.copyto(stored, pages)
-
-
-def _move_all(move: Callable[[Array, Array], None], tasks: deque[tuple[Array, Array]]) -> None:
-    """Work off tasks together with other threads: whoever has a core to itself takes more of them."""
-    while tasks:
-        try:
-            pages, stored = tasks.popleft()
-        except IndexError:  # another thread took the last one
-            return
-        move(pages, stored)

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+import structlog
 from attrs import frozen
 
 from maru_core.contracts import Transfer
@@ -20,7 +21,7 @@ from maru_transfer.plan import mismatch
 
 @frozen
 class TorchCopyEngine:
-    """Copies with NumPy views on the host and with torch on a device; ``auto`` falls back to it.
+    """Copies natively or with NumPy views on the host, and with torch on a device; ``auto`` falls back to it.
 
     ``threads`` limits how many threads copy on the host at once; ``None`` takes the usable cores, four at most.
     """
@@ -64,9 +65,14 @@ class TorchCopyEngine:
         if problem:
             raise TransferError(problem)
         if layers[0].device.type == "cpu":
+            from maru_transfer import host_library
             from maru_transfer.host_copy import HostTransfer
 
-            return HostTransfer(layers, paged, stored, threads=self.threads)
+            library = host_library.load()
+            if isinstance(library, str):
+                structlog.get_logger().info("maru.copies_with_numpy", reason=library)
+                library = None
+            return HostTransfer(layers, paged, stored, threads=self.threads, library=library)
         from maru_transfer.device_copy import DeviceTransfer
 
         return DeviceTransfer(layers, paged, stored)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from maru_core.config import MaruConfig
 from maru_core.contracts import EngineProvision, Finding, TransferEngine
 from maru_core.plugin import hookimpl
+from maru_transfer import build_info
 
 
 def make_engine() -> TransferEngine:
@@ -16,11 +18,16 @@ def make_engine() -> TransferEngine:
     return TorchCopyEngine()
 
 
-def diagnose(config: MaruConfig) -> Sequence[Finding]:
-    """Whether there is a GPU's driver, and how fast it will get hold of the pools."""
+def diagnose(config: MaruConfig, folder: Path = Path(__file__).parent) -> Sequence[Finding]:
+    """Whether copies in host memory are native, and how fast a GPU's driver, if any, gets hold of the pools."""
     from maru_transfer.pinning_findings import diagnose as pinning
 
-    return pinning(config)
+    report = build_info.read(folder, "copy")
+    if report.built:
+        copies = Finding("ok", "host copies", "native")
+    else:
+        copies = Finding("note", "host copies", f"by NumPy, which takes longer: {report.reason}", report.remedy)
+    return [copies, *pinning(config)]
 
 
 @hookimpl

@@ -19,20 +19,22 @@ LIBRARY = "maru_backends/libmaru_host.so"
 BUILD_INFO = "maru_backends/_build_info.json"
 #: Made where there is an nvcc.
 CUDA_LIBRARY = "maru_transfer/libmaru_cuda.so"
+COPY_LIBRARY = "maru_transfer/libmaru_copy.so"
 CUDA_BUILD_INFO = "maru_transfer/_build_info.json"
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 #: What a process sees of the native code.
 LOOK = """
 import json
 from maru_backends import native
-from maru_transfer import cuda_library
-host, cuda = native.load(), cuda_library.load()
+from maru_transfer import cuda_library, host_library
+host, cuda, copy = native.load(), cuda_library.load(), host_library.load()
 print(json.dumps({
     "file": native.__file__,
     "loaded": host is not None,
     "why_not": native.why_not(),
     "info": native.build_info(),
     "cuda": not isinstance(cuda, str),
+    "copy": not isinstance(copy, str),
     "cuda_why_not": cuda if isinstance(cuda, str) else None,
 }))
 """
@@ -88,7 +90,11 @@ def look(site: Path) -> dict[str, Any]:
     assert seen["file"] == str(site / "maru_backends/native.py")
     if seen["info"]:
         assert json.loads((site / CUDA_BUILD_INFO).read_text()) == seen["info"]
-        for part, loaded, library in (("host", "loaded", LIBRARY), ("cuda", "cuda", CUDA_LIBRARY)):
+        for part, loaded, library in (
+            ("host", "loaded", LIBRARY),
+            ("copy", "copy", COPY_LIBRARY),
+            ("cuda", "cuda", CUDA_LIBRARY),
+        ):
             built = seen["info"][part]["built"]
             assert built == seen[loaded] == (site / library).exists()
             assert built == (seen["info"][part]["reason"] is None) == (seen["info"][part]["remedy"] is None)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.project.building import (
     BUILD_INFO,
+    COPY_LIBRARY,
     CUDA_BUILD_INFO,
     CUDA_LIBRARY,
     LIBRARY,
@@ -51,7 +52,7 @@ def test_a_wheel_has_what_was_built_and_what_it_had_before(tree: Path, tmp_path:
         packed.extractall(tmp_path / "site")
     modules = {str(path.relative_to(tree)) for package in PACKAGES for path in (tree / package).rglob("*.py")}
     packed_files = {name for name in names if not name.startswith("maru_kv-")}
-    assert modules | {LIBRARY, BUILD_INFO, CUDA_BUILD_INFO} == packed_files
+    assert modules | {LIBRARY, COPY_LIBRARY, BUILD_INFO, CUDA_BUILD_INFO} == packed_files
     assert "maru_kv-0.1.0.dist-info/licenses/LICENSE" in names
     assert "maru = maru_core.cli:main" in entry_points
     assert "cpu = maru_backends.cpu" in entry_points

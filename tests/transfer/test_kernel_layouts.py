@@ -24,7 +24,7 @@ from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
 from maru_integrations.vllm import layout as known
 from maru_integrations.vllm.layout import describe_layout
 from maru_transfer import kernel
-from maru_transfer.cuda_library import MOST_PLANES
+from maru_transfer.abi import MOST_PLANES
 from maru_transfer.kernel import KernelEngine, Tuning
 
 L, B, N, H, D = 2, 6, 4, 2, 6

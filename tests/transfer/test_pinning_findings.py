@@ -118,11 +118,12 @@ def test_the_limit_on_locked_memory(
 def test_the_doctor_asks_about_the_pools_that_are_configured(tmp_path: Path) -> None:
     provision = PluginHost.with_plugins({}, built_ins=True).engines()["torch-copy"]
     assert provision.diagnose is not None
-    driver, pages = [
+    copies, driver, pages = [
         finding
         for finding in provision.diagnose(MaruConfig(pool_path=str(tmp_path), pool_size="2M"))
         if finding.subject != "locked memory"
     ]
+    assert copies.subject == "host copies"
     assert driver.subject == "GPU driver"
     assert pages.subject == f"pages of {tmp_path}"
     assert "locked memory" not in {f.subject for f in provision.diagnose(MaruConfig(storage_backend="cxl"))}

@@ -15,13 +15,14 @@ import torch
 from attrs import evolve
 from cases import Case, any_cases
 from hypothesis import given, settings
+from native_copy import native_library
 from paged_forms import FORMS, Engine, Size
 from test_crossing import Patches
 
 from maru_core.contracts import Transfer, TransferEngine
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy
-from maru_transfer import host_copy
+from maru_transfer import host_copy, host_views
 from maru_transfer.device_copy import DeviceTransfer
 from maru_transfer.host_copy import HostTransfer
 from maru_transfer.torch_copy import TorchCopyEngine
@@ -41,6 +42,14 @@ def three_threads(*arguments: Any) -> Transfer:
     return HostTransfer(*arguments, threads=3)
 
 
+def native(*arguments: Any) -> Transfer:
+    return HostTransfer(*arguments, threads=1, library=native_library())
+
+
+def native_threads(*arguments: Any) -> Transfer:
+    return HostTransfer(*arguments, threads=3, library=native_library())
+
+
 def over_patches(*arguments: Any) -> Transfer:
     """The device path over memory that is locked in patches, through buffers of some bytes."""
     transfer = DeviceTransfer(*arguments)
@@ -56,7 +65,10 @@ def _threads_share_small_copies():
         yield
 
 
-@pytest.fixture(params=[one_thread, three_threads, DeviceTransfer, over_patches], ids=lambda open_: open_.__name__)
+WAYS = [one_thread, three_threads, native, native_threads, DeviceTransfer, over_patches]
+
+
+@pytest.fixture(params=WAYS, ids=lambda open_: open_.__name__)
 def open_(request) -> Open:
     return request.param
 
@@ -103,7 +115,7 @@ def check_load(open_: Open, name: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("how", [one_thread, three_threads, DeviceTransfer, over_patches], ids=lambda how: how.__name__)
+@pytest.mark.parametrize("how", WAYS, ids=lambda how: how.__name__)
 @settings(max_examples=15, deadline=None)
 @given(case=any_cases())
 def test_stored_objects_hold_what_the_naive_reader_reads(how: Open, name: str, case: Case):
@@ -111,7 +123,7 @@ def test_stored_objects_hold_what_the_naive_reader_reads(how: Open, name: str, c
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("how", [one_thread, three_threads, DeviceTransfer, over_patches], ids=lambda how: how.__name__)
+@pytest.mark.parametrize("how", WAYS, ids=lambda how: how.__name__)
 @settings(max_examples=15, deadline=None)
 @given(case=any_cases())
 def test_loading_writes_exactly_the_slots_that_were_asked_for(how: Open, name: str, case: Case):
@@ -260,7 +272,7 @@ class SlowMove:
         self.shared = threading.Event()
         self.lock = threading.Lock()
 
-    def __call__(self, pages, stored) -> None:
+    def __call__(self, target, source) -> None:
         caller = threading.current_thread() is threading.main_thread()
         with self.lock:
             self.running += 1
@@ -278,7 +290,7 @@ class SlowMove:
 @pytest.mark.parametrize("fails_on_caller", [None, True, False])
 def test_no_thread_copies_after_the_call_returned_or_failed(monkeypatch, fails_on_caller):
     move = SlowMove(fails_on_caller)
-    monkeypatch.setattr(host_copy, "_store", move)
+    monkeypatch.setattr(host_views, "_move", move)
     engine = Engine.make("packed per head", SIZE, 5)
     stored = engine.stored(8)
     copies = [ChunkCopy(c, c * 8, c * 8 + 8, memoryview(bytearray(stored.nbytes))) for c in range(3)]
