@@ -1,9 +1,9 @@
 """What else runs on a GPU while bulk loads and stores do: matrix products, and another stream's small copies.
 
-Beside endless moves of 16,384 tokens (2 GiB, geometry of gpu_copy.py) by the engine ``kernel``, chunk by chunk and,
-where the engine can, layer by layer: how much slower a stream of products of 8192 x 8192 gets (at most 3 %), and how
-much later a copy of 16 KiB to the device, such as a step's inputs, arrives (at most 1 ms). Both sides alternate in one
-run. Needs a CUDA device and the native library. Run: ``python benchmarks/gpu_interference.py [--json FILE]``.
+Beside endless moves of 16,384 tokens (2 GiB, geometry of gpu_copy.py) by the engines ``kernel`` and ``layerwise``, in
+every way that they have: how much slower a stream of products of 8192 x 8192 gets (at most 3 %), and how much later a
+copy of 16 KiB to the device, such as a step's inputs, arrives (at most 1 ms). Both sides alternate in one run. Needs a
+CUDA device and the native library. Run: ``python benchmarks/gpu_interference.py [--json FILE]``.
 
 A copy is timed by the device, from when its stream reaches it. One whose submission took over 0.2 ms is not counted
 there, because the host then held it up; what the caller saw, from before the call until the copy was done, is shown
@@ -17,22 +17,26 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import evolve
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_copy import BYTES, Bench
+from benchmarks.gpu_copy import BYTES, LAYERS, STORED, Bench
 from benchmarks.outcome import Bound, Outcome, main
-from maru_core.contracts import LoadsByLayer
-from maru_transfer.kernel import Tuning
+from maru_core.config import PluginSettings
+from maru_core.contracts import LoadsByLayer, Transfer, TransferEngine
+from maru_core.geometry import ChunkCopy, ObjectLayout
+from maru_core.host import PluginHost
 
 LAYOUT = "planes apart, NHD"
+ENGINES = ("kernel", "layerwise")
 #: Share by which products may be slower, milliseconds by which a copy may be later.
 SLOWDOWN, DELAY_MS = 0.03, 1.0
 #: Seconds of submitting a copy from which on the figure is the host's, not the device's.
@@ -219,17 +223,48 @@ def lateness(moves: Endless, copies: SmallCopies, seconds: float) -> dict[str, A
     return {"idle": idle.figures(), "busy": busy.figures(), "late": late}
 
 
-def ways(bench: Bench, transfer: Any, order: str) -> dict[str, Callable[[], None]]:
-    """Every way to move the request, by name."""
-    table, copies = bench.tables[order], bench.copies
-    found: dict[str, Callable[[], None]] = {
-        "load": lambda: transfer.load(table, copies),
-        "store": lambda: transfer.store(table, copies),
-    }
-    if isinstance(transfer, LoadsByLayer):
-        by_layer = transfer
-        found["load by layer"] = lambda: by_layer.begin_load(table, copies).finish()
-    return found
+@contextmanager
+def ways(bench: Bench, engine: TransferEngine, order: str) -> Iterator[dict[str, Callable[[], None]]]:
+    """Every way in which the engine moves the request, by name: objects of all layers and of one."""
+    table, paged = bench.tables[order], bench.paged(LAYOUT)
+    with ExitStack() as stack:
+
+        def opened(stored: ObjectLayout) -> Transfer:
+            return stack.enter_context(closing(engine.open(list(bench.pages), paged, stored)))
+
+        whole = opened(STORED)
+        found: dict[str, Callable[[], None]] = {
+            "load": lambda: whole.load(table, bench.copies),
+            "store": lambda: whole.store(table, bench.copies),
+        }
+        if isinstance(whole, LoadsByLayer):
+            parts, copies = opened(evolve(STORED, num_layers=1)), one_layer_each(bench.copies)
+            assert isinstance(parts, LoadsByLayer)
+            found |= {
+                "load by layer": lambda: whole.begin_load(table, bench.copies).finish(),
+                "load by layer, an object each": lambda: parts.begin_load(table, copies).finish(),
+                "store, an object for each layer": lambda: parts.store(table, copies),
+            }
+        yield found
+
+
+def one_layer_each(copies: Sequence[ChunkCopy]) -> list[ChunkCopy]:
+    """The same memory as objects of one layer, chunk by chunk."""
+    nbytes = STORED.nbytes // LAYERS
+    return [
+        ChunkCopy(copy.chunk, copy.first, copy.last, copy.buffer[layer * nbytes : (layer + 1) * nbytes], layer)
+        for copy in copies
+        for layer in range(LAYERS)
+    ]
+
+
+def alone(what: str, busy: Mapping[str, float], idle: Mapping[str, float]) -> str:
+    """What the table does not say."""
+    return (
+        f"{what}: {busy['samples']} copies, {busy['held_up']} held up by the host; alone they took "
+        f"{idle['device_median']:.3f} ms on the device (worst {idle['device_worst']:.3f}), the caller saw "
+        f"{idle['caller_median']:.3f} (worst {idle['caller_worst']:.3f})"
+    )
 
 
 def measure(options: argparse.Namespace) -> Outcome:
@@ -239,32 +274,24 @@ def measure(options: argparse.Namespace) -> Outcome:
     figures: dict[str, Any] = {}
     bounds: list[Bound] = []
     notes: list[str] = []
-    for order in bench.tables:
-        with bench.transfer(LAYOUT, Tuning()) as transfer:
-            for name, move in ways(bench, transfer, order).items():
-                what = f"{name}, {order}"
-                with endless(move) as moves:
-                    slower = slowdown(moves, products, options.pairs, options.products)
-                    late = lateness(moves, copies, options.seconds)
-                    rate = moves.rate
-                busy, idle = late["busy"], late["idle"]
-                table.append(
-                    [
-                        what,
-                        f"{rate / 1e9:.1f}",
-                        f"{slower['slowdown']:.2%}",
-                        f"{late['late']:.3f}",
-                        *(f"{busy[key]:.3f}" for key in ("device_p99", "caller_p99", "caller_worst")),
-                    ]
-                )
-                notes.append(
-                    f"{what}: {busy['samples']} copies, {busy['held_up']} held up by the host; alone they took "
-                    f"{idle['device_median']:.3f} ms on the device (worst {idle['device_worst']:.3f}), the caller saw "
-                    f"{idle['caller_median']:.3f} (worst {idle['caller_worst']:.3f})"
-                )
-                figures[what] = {"bytes_per_second": rate, "products": slower, "copies": late}
-                bounds.append(Bound(f"{what}: products slower by", slower["slowdown"], SLOWDOWN))
-                bounds.append(Bound(f"{what}: copy later by, ms", late["late"], DELAY_MS))
+    host = PluginHost.discover(PluginSettings(allowed=()))
+    for engine in (host.engine(name) for name in ENGINES if name in host.engines()):
+        for order in bench.tables:
+            with ways(bench, engine, order) as moving:
+                for name, move in moving.items():
+                    what = f"{engine.name}: {name}, {order}"
+                    with endless(move) as moves:
+                        slower = slowdown(moves, products, options.pairs, options.products)
+                        late = lateness(moves, copies, options.seconds)
+                        rate = moves.rate
+                    busy = late["busy"]
+                    shown = [f"{busy[key]:.3f}" for key in ("device_p99", "caller_p99", "caller_worst")]
+                    gap = f"{slower['slowdown']:.2%}"
+                    table.append([what, f"{rate / 1e9:.1f}", gap, f"{late['late']:.3f}", *shown])
+                    notes.append(alone(what, busy, late["idle"]))
+                    figures[what] = {"bytes_per_second": rate, "products": slower, "copies": late}
+                    bounds.append(Bound(f"{what}: products slower by", slower["slowdown"], SLOWDOWN))
+                    bounds.append(Bound(f"{what}: copy later by, ms", late["late"], DELAY_MS))
     return Outcome(table, figures, bounds, notes)
 
 

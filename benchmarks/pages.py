@@ -8,7 +8,7 @@ measured.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -72,33 +72,43 @@ class Pages:
                 self._maru_seen[f"{kind}_wrong"] += found
 
         for transfer in (kernel.KernelTransfer, device_copy.DeviceTransfer, host_copy.HostTransfer):
-            _watch(transfer, compare)
+            for kind in _with_subclasses(transfer):
+                _watch(kind, compare)
 
     def maru_seen_pages(self) -> dict[str, int]:
         """How many objects were compared, and how many of them were wrong."""
         return dict(self._maru_seen)
 
 
+def _with_subclasses(kind: Any) -> Iterator[Any]:
+    yield kind
+    for other in kind.__subclasses__():
+        yield from _with_subclasses(other)
+
+
 def _watch(transfer: Any, compare: Callable[[str, Sequence[int], Sequence[Any]], None]) -> None:
-    store, load = transfer.store, transfer.load
+    """Replaces the methods that the class itself defines."""
 
-    def watched_store(self: Any, block_ids: Sequence[int], copies: Sequence[Any]) -> None:
-        store(self, block_ids, copies)
-        compare("stored", block_ids, copies)
+    def watched(call: Any, kind: str) -> Any:
+        def run(self: Any, block_ids: Sequence[int], copies: Sequence[Any]) -> None:
+            call(self, block_ids, copies)
+            compare(kind, block_ids, copies)
 
-    def watched_load(self: Any, block_ids: Sequence[int], copies: Sequence[Any]) -> None:
-        load(self, block_ids, copies)
-        compare("loaded", block_ids, copies)
+        return run
 
-    transfer.store, transfer.load = watched_store, watched_load
-    begin = getattr(transfer, "begin_load", None)
-    if begin is None:
-        return
+    def watched_begin(call: Any) -> Any:
+        def run(self: Any, block_ids: Sequence[int], copies: Sequence[Any]) -> Any:
+            return _Watched(call(self, block_ids, copies), lambda: compare("loaded", block_ids, copies))
 
-    def watched_begin(self: Any, block_ids: Sequence[int], copies: Sequence[Any]) -> Any:
-        return _Watched(begin(self, block_ids, copies), lambda: compare("loaded", block_ids, copies))
+        return run
 
-    transfer.begin_load = watched_begin
+    own = vars(transfer)
+    if "store" in own:
+        transfer.store = watched(own["store"], "stored")
+    if "load" in own:
+        transfer.load = watched(own["load"], "loaded")
+    if "begin_load" in own:
+        transfer.begin_load = watched_begin(own["begin_load"])
 
 
 class _Watched:
