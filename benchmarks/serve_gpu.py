@@ -9,7 +9,8 @@ Exits with 1 when a repeated request did not report all its tokens as cached, or
 token of repeated requests over 0.80, 0.70, 0.62 times the best peer's (medians at 1, 4 and 8 clients), its 95th
 percentile at 4 clients over 200 ms, time per token above the best peer's, a gap between two tokens over 15 ms, tokens
 per second below 1.1 times the best peer's, a first sending over 1.02 times that of an engine without a connector, an
-object that differs from the pages it was stored from or loaded to, other answers than without a cache.
+object that differs from the pages it was stored from or loaded to, other answers than without a cache, a request of a
+burst that is served before an earlier one.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def judge(runs: Mapping[Key, Sequence[Run]], seen: Mapping[str, Mapping[str, int
     bounds: list[Bound] = []
     for name, clients, phase in found:
         if phase == "warm" and name not in PEERS:
-            bounds += [*absolute(found, name, clients), *beside_peers(found, name, clients)]
+            bounds += [*absolute(found, runs, name, clients), *beside_peers(found, name, clients)]
             if name == MARU and (NONE, clients, "cold") in found:
                 bounds += beside_none(found, runs, clients)
     for name, counts in seen.items():
@@ -167,12 +168,21 @@ def judge(runs: Mapping[Key, Sequence[Run]], seen: Mapping[str, Mapping[str, int
     return Outcome(table, figures, bounds)
 
 
-def absolute(found: Mapping[Key, Mapping[str, float]], name: str, clients: int) -> list[Bound]:
+def overtaken(runs: Sequence[Run], clients: int) -> int:
+    """Requests of the first burst, all sent at once, whose first token came well before that of one sent earlier."""
+    firsts = [[answer.times[0] for answer in run.answers[:clients]] for run in runs]
+    return sum(first < max(times[:index], default=0.0) - GAP for times in firsts for index, first in enumerate(times))
+
+
+def absolute(
+    found: Mapping[Key, Mapping[str, float]], runs: Mapping[Key, Sequence[Run]], name: str, clients: int
+) -> list[Bound]:
     """What repeated requests have to reach by themselves."""
     ours, where = found[name, clients, "warm"], f"{name}, {clients} clients"
     bounds = [
         Bound(f"{where}: repeated requests that were not cached", ours["not_cached"], 0),
         Bound(f"{where}: longest gap between tokens, s", ours["gap"], GAP),
+        Bound(f"{where}: requests that overtook an earlier one", overtaken(runs[name, clients, "warm"], clients), 0),
     ]
     if clients == TAIL_CLIENTS:
         bounds.append(Bound(f"{where}: 95th percentile of TTFT, s", ours["ttft_p95"], TAIL))

@@ -85,6 +85,13 @@ def test_every_bound_is_missed_by_what_breaks_it(
     assert expected in missed(runs)
 
 
+def test_who_is_served_before_an_earlier_one_is_counted() -> None:
+    order = [answer(0.0, first, first + 0.1) for first in (0.06, 0.14, 0.10, 0.18, 0.01)]
+    assert serve_gpu.overtaken([Run(order, 1.0)] * 2, clients=4) == 2
+    assert serve_gpu.overtaken([Run(order, 1.0)], clients=2) == 0
+    assert serve_gpu.overtaken([Run([order[1], answer(0.0, 0.13)], 1.0)], clients=2) == 0
+
+
 @pytest.mark.parametrize(
     ("counts", "expected"),
     [
