@@ -18,10 +18,11 @@ import pytest
 
 from maru_core.client import MaruHandler, StoreResult
 from maru_core.client.objects import Shown
+from maru_core.config import MaruConfig
 from maru_core.errors import MaruError
 from maru_core.protocol import Presence
 from tests.client.fake_server import FakeServer, eventually
-from tests.client.real import Folder
+from tests.client.real import NAMESPACE, Folder
 
 
 def pool(handler: MaruHandler) -> dict[str, int]:
@@ -48,6 +49,13 @@ def test_store_retrieve_exists_delete(handler: MaruHandler) -> None:
     assert handler.delete("a")
     assert not handler.delete("a")
     assert handler.retrieve("a") is None
+
+
+def test_stats_name_the_transfer_engine_of_those_who_have_one(folder: Folder, handler: MaruHandler) -> None:
+    assert "transfer_engine" not in handler.stats()["client"]
+    config = MaruConfig(**folder.settings())
+    with MaruHandler.connect(config, NAMESPACE, role="worker", transfer_engine="torch-copy") as worker:
+        assert worker.stats()["client"]["transfer_engine"] == "torch-copy"
 
 
 def test_keys_of_other_types_and_namespaces_differ(folder: Folder, handler: MaruHandler) -> None:

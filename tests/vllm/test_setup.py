@@ -435,6 +435,28 @@ def test_a_gpu_engine_and_its_session_share_one_registrar(monkeypatch: pytest.Mo
     assert moves.closed == 1, "what was opened for a session that there is not is given back"
 
 
+def test_a_worker_that_connects_again_has_said_already_what_it_lacks(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D7: one warning in a process, however often the server is gone when it is looked for."""
+    choosers: list[EngineChooser] = []
+
+    def open_link(plan: Any, paged: Any, layers: Any, chooser: EngineChooser) -> Any:
+        choosers.append(chooser)
+        raise MaruError("no server")
+
+    monkeypatch.setattr(setup, "open_link", open_link)
+    monkeypatch.setattr(compat, "attention_backend", lambda *args: "FLASH_ATTN")
+    connector = MaruKVConnector(real_config(model_folder), KVConnectorRole.WORKER, kv_config(full()))
+    connector.register_kv_caches({"model.layers.0.attn": torch.zeros(2, 8, 16, 2, 64, dtype=torch.bfloat16)})
+    assert connector._worker is not None
+    with pytest.raises(MaruError, match="no server"):
+        connector._worker.connect()
+    assert len(choosers) == 2
+    assert choosers[0] is choosers[1]
+    connector.shutdown()
+
+
 def test_only_engines_with_a_gpu_register_pools_and_not_when_told_not_to() -> None:
     assert setup.pinned_pools(MaruConfig(), torch.device("cpu")) is None
     assert setup.pinned_pools(MaruConfig(pin_pools=False), torch.device("cuda", 1)) is None
