@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import no_reuse_overhead, serve_gpu, slow_server
-from benchmarks.decode_interference import gaps_of
+from benchmarks.decode_interference import ASYNC, LOADED, NOT_LOADED, SYNC, gaps_of, judge
 from benchmarks.delayed import delayed
 from benchmarks.gpu_engines import H200, SMALL
 from benchmarks.online import Answer, Run
@@ -32,6 +32,23 @@ def test_gaps_count_from_when_the_other_request_came_until_its_first_token() -> 
     assert found["steady"] == pytest.approx(10)
     assert len(found["during"]) == 2
     assert found["ttft"] == pytest.approx(504)
+    assert found["stretch"] == pytest.approx(50)
+
+
+def test_a_load_between_steps_has_to_stretch_gaps_less_than_one_inside() -> None:
+    def bad(inside: float, between: float, nothing: float) -> list[bool]:
+        def trials(stretch: float) -> list[dict[str, float]]:
+            return [{"steady": steady, "longest": steady * stretch, "stretch": stretch, "ttft": 1} for steady in (1, 9)]
+
+        found = {
+            SYNC: {LOADED: trials(inside), NOT_LOADED: trials(1.5)},
+            ASYNC: {LOADED: trials(between), NOT_LOADED: trials(nothing)},
+        }
+        return [bound.missed for bound in judge(found).bounds]
+
+    assert bad(3.0, 1.8, 1.5) == [False, False]
+    assert bad(3.0, 3.1, 3.0) == [True, False]
+    assert bad(3.0, 2.0, 1.5) == [False, True]
 
 
 def gpu_run(ttft: float, *, gap: float = 0.005, cached: int = H200.hit, first: int = 7) -> Run:
