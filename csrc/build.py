@@ -157,17 +157,22 @@ def _configure(root: Path, folder: Path) -> dict[str, Refusal | None]:
 
 
 def _verdict(file: Path) -> Refusal | None:
-    said = file.read_text().splitlines()
+    said = _lines(file)
     if said == ["ready"]:
         return None
-    return Refusal(_shortened(said), _shortened(file.with_name(f"{file.name}.remedy").read_text().splitlines()))
+    return Refusal(_shortened(said), _shortened(_lines(file.with_name(f"{file.name}.remedy"))))
 
 
 def _facts(folder: Path, name: str) -> dict[str, str]:
     """What CMake found out about a part."""
     file = folder / "parts" / f"{name}.facts"
-    lines = file.read_text().splitlines() if file.exists() else []
+    lines = _lines(file) if file.exists() else []
     return {key: value for key, _, value in (line.partition("=") for line in lines)}
+
+
+def _lines(file: Path) -> list[str]:
+    # What compilers say and variables hold is in any encoding.
+    return file.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
 def _make(folder: Path, name: str, target: Path) -> Refusal | None:

@@ -102,11 +102,18 @@ def test_a_cmake_that_fails(tree: Path, tmp_path: Path) -> None:
 
 
 def test_a_compiler_that_fails_always(tree: Path, tmp_path: Path) -> None:
-    compiler = script(tmp_path / "broken-cc", "echo 'broken-cc: licence expired' >&2; exit 3")
+    # In an encoding of its own.
+    compiler = script(tmp_path / "broken-cc", r"printf '\300 broken-cc: licence expired\n' >&2; exit 3")
     seen = install(tree, tmp_path / "site", CC=compiler)
     assert (seen["loaded"], seen["cuda"]) == (False, False)
     for reason in (seen["why_not"], seen["cuda_why_not"]):
-        assert "broken-cc does not work (3): broken-cc: licence expired; set CC to one that works" in reason
+        assert "broken-cc does not work (3): \N{REPLACEMENT CHARACTER} broken-cc: licence expired; set CC to" in reason
+
+
+def test_a_compiler_that_is_not_there(tree: Path, tmp_path: Path) -> None:
+    seen = install(tree, tmp_path / "site", CC=f"{tmp_path}/nowhere -m64")
+    for reason in (seen["why_not"], seen["cuda_why_not"]):
+        assert f"CC is '{tmp_path}/nowhere -m64', which is no program; unset it, or set it to a C compiler" in reason
 
 
 def test_a_compiler_that_fails_at_our_code(tree: Path, tmp_path: Path) -> None:
