@@ -85,16 +85,26 @@ static int explain(const struct maru_driver *driver, char *text, size_t room, co
     if (result_) return explain(driver, text, room, #member, result_);                                        \
   } while (0)
 
-/* Makes the device's context current if it is not; gives what leave() needs. */
-static int enter(const struct maru_cuda *cuda) {
+/* What leave() puts back: whether a context was pushed, and the thread's capture mode. */
+struct entered {
+  int pushed, mode;
+};
+
+/* Makes the device's context current if it is not. An engine may be capturing a graph in another thread meanwhile: of
+ * what a thread in the usual mode then calls, much is refused and spoils the capture, which ends the engine. */
+static struct entered enter(const struct maru_cuda *cuda) {
+  struct entered before = {0, CU_CAPTURE_RELAXED_};
   CUhandle_ current = NULL;
-  if (!cuda->driver.CtxGetCurrent(&current) && current == cuda->context) return 0;
-  return cuda->driver.CtxPush(cuda->context) == 0;
+  if (cuda->driver.CtxGetCurrent(&current) || current != cuda->context)
+    before.pushed = cuda->driver.CtxPush(cuda->context) == 0;
+  cuda->driver.ExchangeCaptureMode(&before.mode);
+  return before;
 }
 
-static void leave(const struct maru_cuda *cuda, int pushed) {
+static void leave(const struct maru_cuda *cuda, struct entered before) {
   CUhandle_ popped;
-  if (pushed) cuda->driver.CtxPop(&popped);
+  cuda->driver.ExchangeCaptureMode(&before.mode);
+  if (before.pushed) cuda->driver.CtxPop(&popped);
 }
 
 /* ---- The device ------------------------------------------------------------------------------------------------- */
@@ -168,9 +178,9 @@ int maru_cuda_open(const char *library, int device, struct maru_cuda **out, char
   int status = open_library(&cuda->driver, library, text, room);
   if (!status) status = look_at(cuda, device, text, room);
   if (!status) {
-    int pushed = enter(cuda);
+    struct entered before = enter(cuda);
     status = load_kernels(cuda, text, room);
-    leave(cuda, pushed);
+    leave(cuda, before);
   }
   if (status)
     maru_cuda_close(cuda);
@@ -182,9 +192,9 @@ int maru_cuda_open(const char *library, int device, struct maru_cuda **out, char
 void maru_cuda_close(struct maru_cuda *cuda) {
   if (!cuda) return;
   if (cuda->context) {
-    int pushed = enter(cuda);
+    struct entered before = enter(cuda);
     if (cuda->module) cuda->driver.ModuleUnload(cuda->module);
-    leave(cuda, pushed);
+    leave(cuda, before);
     cuda->driver.PrimaryRelease(cuda->device);
   }
   /* The driver itself stays: it has threads, and torch has it open anyway. */
@@ -204,11 +214,11 @@ int maru_cuda_host_range(struct maru_cuda *cuda, uint64_t address, uint64_t *sta
   size_t size = 0;
   int attributes[] = {CU_POINTER_MEMORY_TYPE_, CU_POINTER_RANGE_START_, CU_POINTER_RANGE_SIZE_};
   void *data[] = {&type, &first, &size};
-  int pushed = enter(cuda);
+  struct entered before = enter(cuda);
   /* Of an address that the driver does not know it tells zeros, and does not fail. */
   if (cuda->driver.PointerGetAttributes(3, attributes, data, address) || type != CU_MEMORYTYPE_HOST_)
     first = 0, size = 0;
-  leave(cuda, pushed);
+  leave(cuda, before);
   *start = first;
   *bytes = size;
   return MARU_OK;
@@ -288,8 +298,9 @@ int maru_cuda_bind(struct maru_cuda *cuda, const struct maru_geometry *geometry,
   pages->layer_addresses = addresses;
   pages->staging = staging, pages->slot_bytes = slot_bytes, pages->slots = slots;
   describe(pages);
-  int pushed = enter(cuda), status = make_streams(pages, text, room);
-  leave(cuda, pushed);
+  struct entered before = enter(cuda);
+  int status = make_streams(pages, text, room);
+  leave(cuda, before);
   if (status)
     maru_cuda_unbind(pages);
   else
@@ -306,7 +317,7 @@ static void settle(const struct maru_pages *pages) {
 void maru_cuda_unbind(struct maru_pages *pages) {
   if (!pages) return;
   const struct maru_driver *driver = &pages->cuda->driver;
-  int pushed = enter(pages->cuda);
+  struct entered before = enter(pages->cuda);
   settle(pages);
   for (uint32_t k = 0; k < pages->slots; k++) {
     if (pages->placed[k]) driver->EventDestroy(pages->placed[k]);
@@ -315,7 +326,7 @@ void maru_cuda_unbind(struct maru_pages *pages) {
   for (uint32_t k = 0; k < MOST_WINDOW; k++)
     if (pages->crossed[k]) driver->EventDestroy(pages->crossed[k]);
   if (pages->began) driver->EventDestroy(pages->began);
-  leave(pages->cuda, pushed);
+  leave(pages->cuda, before);
   free(pages->layer_addresses);
   free(pages);
 }
@@ -600,9 +611,9 @@ int maru_cuda_submit(struct maru_pages *pages, const struct maru_job *job) {
   pages->slices = count_slices(job);
   pages->waited = 0;
   double began = now();
-  int pushed = enter(pages->cuda);
+  struct entered before = enter(pages->cuda);
   status = run(pages);
-  leave(pages->cuda, pushed);
+  leave(pages->cuda, before);
   pages->issued = now() - began - pages->waited;
   pages->failed = status != MARU_OK;
   return status;
@@ -616,13 +627,14 @@ int maru_cuda_times(const struct maru_pages *pages, double *issued, double *wait
 
 int maru_cuda_wait(struct maru_pages *pages) {
   if (!pages) return MARU_E_NULL;
-  int pushed = enter(pages->cuda), status = pages->failed ? MARU_E_CUDA : retire(pages, 0);
+  struct entered before = enter(pages->cuda);
+  int status = pages->failed ? MARU_E_CUDA : retire(pages, 0);
   if (status) {
     /* Also after an error nothing may touch pages or objects any more; a text is there already. */
     settle(pages);
     pages->retired = pages->submitted;
     pages->failed = 0;
   }
-  leave(pages->cuda, pushed);
+  leave(pages->cuda, before);
   return status;
 }

@@ -28,6 +28,7 @@ struct maru_copy_attributes {
   X(CtxGetCurrent, "cuCtxGetCurrent", (CUhandle_ *context))                                                           \
   X(CtxPush, "cuCtxPushCurrent_v2", (CUhandle_ context))                                                              \
   X(CtxPop, "cuCtxPopCurrent_v2", (CUhandle_ *context))                                                               \
+  X(ExchangeCaptureMode, "cuThreadExchangeStreamCaptureMode", (int *mode))                                            \
   X(ModuleLoadData, "cuModuleLoadData", (CUhandle_ *module, const void *image))                                       \
   X(ModuleUnload, "cuModuleUnload", (CUhandle_ module))                                                               \
   X(ModuleGetFunction, "cuModuleGetFunction", (CUhandle_ *function, CUhandle_ module, const char *name))              \
@@ -69,6 +70,7 @@ struct maru_driver {
 };
 
 enum {
+  CU_CAPTURE_RELAXED_ = 2,
   CU_STREAM_NON_BLOCKING_ = 1,
   CU_EVENT_BLOCKING_SYNC_ = 1,
   CU_EVENT_DISABLE_TIMING_ = 2,

@@ -7,7 +7,8 @@ runtime also keeps it for whoever asks next, which would be the engine's next ke
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final, Protocol
 
 LIBRARY: Final = "libcuda.so.1"
@@ -24,6 +25,7 @@ NO_DRIVER: Final = -1
 
 #: For every context of the process, and mapped into the device's address space for kernels that read it.
 _PORTABLE_AND_MAPPED: Final = 1 | 2
+_CAPTURE_RELAXED: Final = 2
 
 
 class DriverError(Exception):
@@ -86,6 +88,7 @@ class CudaDriver:
                     ("cuCtxSetCurrent", (ctypes.c_void_p,)),
                 )
             )
+            self._capture_mode = self._function("cuThreadExchangeStreamCaptureMode", ctypes.POINTER(ctypes.c_int))
             self._register = self._function("cuMemHostRegister_v2", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
             self._unregister = self._function("cuMemHostUnregister", ctypes.c_void_p)
             self._name = self._function("cuGetErrorName", ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
@@ -108,18 +111,34 @@ class CudaDriver:
 
     def register(self, address: int, length: int) -> None:
         """``cuMemHostRegister``."""
-        result = self._register(address, length, _PORTABLE_AND_MAPPED)
+        with self._beside_captures():
+            result = self._register(address, length, _PORTABLE_AND_MAPPED)
         self._check(f"cuMemHostRegister of {length} bytes", result)
 
     def unregister(self, address: int, length: int) -> None:
         """``cuMemHostUnregister``."""
-        self._check(f"cuMemHostUnregister of {length} bytes", self._unregister(address))
+        with self._beside_captures():
+            result = self._unregister(address)
+        self._check(f"cuMemHostUnregister of {length} bytes", result)
 
     def close(self) -> None:
         """Release the primary context, which lives on as long as torch uses it."""
         if self._open:
             self._open = False
             self._release(self._device.value)
+
+    @contextmanager
+    def _beside_captures(self) -> Iterator[None]:
+        """An engine captures CUDA graphs while its pools are registered.
+
+        A thread in the driver's usual mode is refused these calls then, and spoils the capture, which ends the engine.
+        """
+        mode = ctypes.c_int(_CAPTURE_RELAXED)
+        self._check("cuThreadExchangeStreamCaptureMode", self._capture_mode(ctypes.byref(mode)))
+        try:
+            yield
+        finally:
+            self._capture_mode(ctypes.byref(mode))
 
     def _function(self, name: str, *arguments: type[object]) -> Callable[..., int]:
         function = getattr(self._library, name)

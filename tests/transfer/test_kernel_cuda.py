@@ -5,6 +5,10 @@ Skipped where there is no CUDA device or the native library was not built.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import threading
+import time
 from contextlib import closing
 from itertools import product
 
@@ -16,6 +20,7 @@ from paged_forms import FORMS, Engine, Size
 
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy
+from maru_transfer.cuda_driver import CudaDriver
 from maru_transfer.kernel import KernelEngine, Tuning
 from maru_transfer.torch_copy import TorchCopyEngine
 
@@ -192,3 +197,49 @@ def test_staging_is_accounted_by_torch_and_given_back():
     assert torch.cuda.memory_allocated() == before
     with pytest.raises(TransferError, match="closed"):
         transfer.load(TABLE, [])
+
+
+def test_a_capture_of_the_engine_survives_what_other_threads_do_meanwhile():
+    """vLLM captures its CUDA graphs while pools are registered, and might while something is loaded."""
+    engine = Engine.make("packed per token", Size(2, 9, 16, 8, 64, 2), 7)
+    stored = engine.stored(32)
+    buffers = objects(1, stored.nbytes, locked=True)
+    transfer = KernelEngine(SMALL).open(on_device(engine), engine.paged, stored)
+    driver, region = CudaDriver(0), mmap.mmap(-1, 64 << 20)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(region))
+    done, rounds, problems = threading.Event(), [0], []
+
+    def others() -> None:
+        try:
+            driver.attach()
+            while not done.is_set():
+                driver.register(address, 64 << 20)
+                transfer.store([1, 2], [ChunkCopy(0, 0, 32, buffers[0])])
+                driver.unregister(address, 64 << 20)
+                rounds[0] += 1
+        except Exception as error:  # noqa: BLE001 - told by the test's own thread
+            problems.append(error)
+
+    matrix = torch.rand(512, 512, device="cuda")
+    expected = matrix @ matrix
+    torch.cuda.synchronize()
+    worker = threading.Thread(target=others)
+    worker.start()
+    try:
+        for _ in range(20):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                result = matrix @ matrix
+                before = rounds[0]
+                deadline = time.monotonic() + 20
+                while rounds[0] < before + 2 and not problems and time.monotonic() < deadline:
+                    time.sleep(0.001)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(result, expected)
+    finally:
+        done.set()
+        worker.join()
+        transfer.close()
+    assert not problems
+    assert rounds[0] >= 40
