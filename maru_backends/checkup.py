@@ -12,7 +12,7 @@ from maru_backends.capacity import available_memory, filesystem_type, free_space
 from maru_backends.devdax import DaxDevice
 from maru_backends.locks import is_owned
 from maru_backends.ownership import Known
-from maru_backends.places import Place, huge_pages_allowed, shares
+from maru_backends.places import Place, huge_pages_allowed, named_twice, shares
 from maru_core.config import MaruConfig
 from maru_core.contracts import Finding
 from maru_core.errors import BackendError
@@ -79,7 +79,7 @@ def check_cxl(
         if os.path.realpath(path) not in known:
             found += _named(path, sysfs)
     if used:
-        found += _unused(config, paths, sysfs)
+        found += _together(config, paths, sysfs)
     usable = [device.path for device in devices if device.problem is None]
     if used and not paths and len(usable) != 1:
         text = f"{len(usable)} devices could be used and none is named"
@@ -122,15 +122,17 @@ def _named(path: str, sysfs: Path) -> Iterator[Finding]:
     yield Finding("warning", path, text, "set maru_cxl_pool_path to a DAX device")
 
 
-def _unused(config: MaruConfig, paths: Sequence[str], sysfs: Path) -> Iterator[Finding]:
-    """Which of the named devices the size leaves unused."""
+def _together(config: MaruConfig, paths: Sequence[str], sysfs: Path) -> Iterator[Finding]:
+    """Which of the named devices are the same, and which the size leaves unused."""
     size, setting = config.pool_size_of("cxl"), config.size_setting_of("cxl")
-    if size is None:
-        return
     try:
         places = [Place.find(path, "", sysfs) for path in paths]
     except BackendError:
         return  # told of by itself
+    for path in named_twice(places):
+        yield Finding("error", path, "is named twice, by another name or node", "name it once in maru_cxl_pool_path")
+    if size is None:
+        return
     for place, share in zip(places, shares(places, size), strict=True):
         if not share:
             text = f"stays unused: {setting} is {format_size(size)}, which is reached without it"
@@ -183,7 +185,7 @@ def _chosen(path: Path) -> str:
     """The word in brackets, as the kernel shows a choice."""
     try:
         return path.read_text().partition("[")[2].partition("]")[0]
-    except OSError:
+    except (OSError, ValueError):
         return ""
 
 

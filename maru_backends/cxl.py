@@ -27,7 +27,7 @@ from maru_backends.locks import lock_alone, lock_shared, own, unlock
 from maru_backends.mapped import check_block, check_geometry, new_descriptor, superblock_of
 from maru_backends.origin import Host, place_of
 from maru_backends.ownership import Known, OwnerRecord, ended, refusal
-from maru_backends.places import Flusher, Place, no_room, shares
+from maru_backends.places import Flusher, Place, named_twice, no_room, shares
 from maru_core.config import MaruConfig
 from maru_core.contracts import BackendProvision, Finding, PoolPlan, PoolRequest, PoolWish, StorageBackend
 from maru_core.errors import BackendError
@@ -88,10 +88,9 @@ class CxlBackend:
     def plan_pools(self, wish: PoolWish, backends: Callable[[str], StorageBackend]) -> Sequence[PoolPlan]:
         """One pool per device, in the order of the path, each as large as its device until the size is reached."""
         places = [self._find(path, "") for path in self._paths(wish.path)]
-        memories = [place.memory() for place in places]
-        twice = {place.path for place, memory in zip(places, memories, strict=True) if memories.count(memory) > 1}
+        twice = named_twice(places)
         if twice:
-            raise BackendError(f"maru_cxl_pool_path is {wish.path!r}, which names {', '.join(sorted(twice))} twice")
+            raise BackendError(f"maru_cxl_pool_path is {wish.path!r}, which names {', '.join(twice)} twice")
         if wish.size is None:
             return [PoolPlan(NAME, _whole(place, wish), _path_of(place), wish.size_setting) for place in places]
         sizes = shares(places, wish.size)
@@ -190,7 +189,8 @@ class CxlBackend:
             return self._make(place, fd, descriptor, request, flusher)
         except BaseException:
             if place.device is None and os.fstat(fd).st_size == 0 and place.still_names(fd):
-                os.unlink(place.path)
+                with suppress(OSError):  # a folder that lets nobody: what failed before is what matters
+                    os.unlink(place.path)
             raise
 
     def _make(

@@ -6,6 +6,7 @@ what it likes is written in sysfs. Everything here only reads, and takes the roo
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import stat
@@ -27,7 +28,12 @@ SMALL: Final = 256 << 20
 Mode = Literal["devdax", "system-ram", "disabled", "unknown"]
 #: Mode by the driver that has the device.
 _MODES: Final[dict[str, Mode]] = {"device_dax": "devdax", "dax": "devdax", "kmem": "system-ram"}
-_NAME: Final = re.compile(r"dax\d+\.\d+")
+_NAME: Final = re.compile(r"dax[0-9]+\.[0-9]+")
+_NUMBER: Final = re.compile(r"-?(?:(?P<decimal>[0-9]+)|(?:0[xX])?[0-9a-fA-F]+)")
+#: Numbers are below this: sizes of what can be mapped.
+_END_OF_NUMBERS: Final = 1 << 63
+#: Bytes of a file of sysfs that are looked at.
+_MOST_TEXT: Final = 64
 
 
 @frozen
@@ -68,6 +74,11 @@ class DaxDevice:
             return (
                 f"{self.name} has a driver that Maru does not know: "
                 f"`daxctl reconfigure-device --mode=devdax --force {self.name}` gives it the right one"
+            )
+        if self.align % mmap.PAGESIZE:
+            return (
+                f"{self.name} is aligned to {self.align} bytes, which are no whole pages: make it anew with "
+                f"`ndctl create-namespace -f -e namespaceX.Y -m devdax --align=2M`, or see why sysfs says so"
             )
         if not self.size:
             return f"{self.name} has no memory: `daxctl create-device` gives a device what its region has left"
@@ -221,10 +232,7 @@ def _block_device(path: str, number: int, sysfs: Path) -> str:
     """A namespace in another mode has a block device in place of ours."""
     entry = sysfs / "dev/block" / f"{os.major(number)}:{os.minor(number)}" / "device"
     folder = Path(os.path.realpath(entry))
-    try:
-        name = (folder / "namespace").read_text().strip() or folder.name
-    except OSError:
-        name = folder.name
+    name = _text(folder / "namespace") or folder.name
     if not name.startswith("namespace"):
         name = "namespaceX.Y"
     return (
@@ -235,17 +243,21 @@ def _block_device(path: str, number: int, sysfs: Path) -> str:
 
 
 def _number(path: Path) -> int | None:
-    """A number as sysfs has it, decimal or hexadecimal; ``None`` when it is not there or is none."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
+    """A number as sysfs has it, decimal or hexadecimal; ``None`` when it is not there, or is none that could be."""
+    found = _NUMBER.fullmatch(_text(path))
+    if found is None:
         return None
-    for base in (10, 0, 16):
-        try:
-            return int(text, base)
-        except ValueError:
-            continue
-    return None
+    number = int(found[0], 10 if found["decimal"] else 16)
+    return number if abs(number) < _END_OF_NUMBERS else None
+
+
+def _text(path: Path) -> str:
+    """What a file of sysfs says; empty when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(_MOST_TEXT).decode("ascii", errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def _numbers(name: str) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import Final, NoReturn
 
 from maru_core.contracts import BackendProvision, Pool, PoolPlan, PoolRequest, PoolWish, Region, StorageBackend
 from maru_core.errors import BackendError
+from maru_core.foreign import plan_pools
 from maru_core.plugin import hookimpl
 from maru_core.protocol import PoolDescriptor
 
@@ -29,7 +30,7 @@ class MixedBackend:
         for member in wish.members:
             if member.backend == NAME:
                 raise BackendError("mixed cannot be a member of itself; name other backends in maru_write_order")
-            plans += backends(member.backend).plan_pools(member, backends)
+            plans += plan_pools(backends, member)  # what a member does wrong is told of that member
         return plans
 
     def create_pool(self, request: PoolRequest) -> Pool:

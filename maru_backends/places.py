@@ -148,7 +148,10 @@ class Place:
         """What the first page of an open one says; zero where it is a file that is not that long."""
         if self.device is None and os.fstat(fd).st_size < self.align:
             # Too short to be mapped: new, or cut by somebody although it says whose it is.
-            page = os.pread(fd, SUPERBLOCK_SIZE, 0).ljust(SUPERBLOCK_SIZE, b"\0")
+            try:
+                page = os.pread(fd, SUPERBLOCK_SIZE, 0).ljust(SUPERBLOCK_SIZE, b"\0")
+            except OSError as error:
+                raise BackendError(f"cannot read {self.path}: {error.strerror}") from error
         else:
             with self.map(fd, self.align) as mapping:
                 if flusher is not None:  # another host may have written it since it was in a cache here
@@ -207,6 +210,12 @@ class Place:
         if error.errno in (errno.ENXIO, errno.ENODEV):
             return f"; its driver is gone: `daxctl reconfigure-device --mode=devdax {self.device.name}`"
         return ""
+
+
+def named_twice(places: Sequence[Place]) -> list[str]:
+    """Paths of those whose memory another one has, too."""
+    memories = [place.memory() for place in places]
+    return sorted({place.path for place, memory in zip(places, memories, strict=True) if memories.count(memory) > 1})
 
 
 def shares(places: Sequence[Place], size: int) -> list[int]:

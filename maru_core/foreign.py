@@ -88,6 +88,8 @@ def plan_pools(backends: Backends, wish: PoolWish) -> tuple[PoolPlan, ...]:
                 raise ValueError(f"{plan} has no size in bytes")
             if not all(isinstance(text, str) for text in (plan.backend, plan.path or "", plan.size_setting)):
                 raise ValueError(f"{plan} has no backend, or a path or setting that is no text")
+            if "\0" in (plan.path or ""):
+                raise ValueError(f"{plan} has a path that cannot be")
         if not found:
             raise ValueError(f"it plans no pool for {wish}")
         return found

@@ -15,7 +15,7 @@ import msgpack
 
 from maru_core.errors import ProtocolError
 from maru_core.pool_format import KEY_SIZE
-from maru_core.protocol.messages import MAX_KEYS, MAX_MESSAGE, MAX_TEXT
+from maru_core.protocol.messages import MAX_ARRAY, MAX_KEYS, MAX_MESSAGE, MAX_TEXT
 
 
 def encode(message: Sequence[Any]) -> bytes:
@@ -34,7 +34,7 @@ def decode(frame: bytes | memoryview) -> list[Any]:
             use_list=True,
             strict_map_key=True,
             max_str_len=MAX_TEXT,
-            max_array_len=64,
+            max_array_len=MAX_ARRAY,
             max_map_len=1024,
             max_ext_len=0,
         )

@@ -73,6 +73,8 @@ MAX_KEYS: Final = 112_000
 MAX_RESUME: Final = 32_768
 #: Longest namespace descriptor and other text, in bytes.
 MAX_TEXT: Final = 16 * 1024
+#: Most items of one array that are no column, such as pools.
+MAX_ARRAY: Final = 64
 #: Longest role, host and name of a client, in bytes: each record of a session must stay small.
 MAX_NAME: Final = 1024
 #: ``entry`` of a key that has no location.

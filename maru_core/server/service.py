@@ -22,6 +22,7 @@ from maru_core.address import Address
 from maru_core.contracts import PolicyFactory, PoolPlan, StorageBackend
 from maru_core.errors import ConfigError
 from maru_core.foreign import is_of_one_host
+from maru_core.protocol.messages import MAX_ARRAY
 from maru_core.protocol.version import PROTOCOL_VERSION
 from maru_core.runtime_dir import RuntimeDir, check_url
 from maru_core.server.doors import Footprint, places
@@ -95,6 +96,11 @@ def run_server(
     """
     if not settings.pools or not 0 < settings.lease_share <= 1:
         raise ConfigError(f"a server needs a pool and a lease share in (0, 1], got {settings}")
+    if len(settings.pools) > MAX_ARRAY:
+        raise ConfigError(
+            f"{len(settings.pools)} pools are more than the {MAX_ARRAY} that clients can be told of; name fewer "
+            f"devices in maru_cxl_pool_path, or make fewer and larger ones of them"
+        )
     log = logs.get_logger(__name__)
     runtime = RuntimeDir.open(settings.runtime_dir)
     url = check_url(settings.url, secured=settings.keys is not None) if settings.url else runtime.url

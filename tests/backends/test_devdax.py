@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from maru_backends import devdax
+from maru_backends.checkup import check_cxl
+from maru_backends.cxl import CxlBackend
 from maru_backends.devdax import DEFAULT_ALIGN, DaxDevice, discover, find
+from maru_core.config import MaruConfig
+from maru_core.contracts import PoolWish
 from maru_core.errors import BackendError
 from tests.backends.fake_sysfs import FakeSysfs
 
@@ -200,3 +209,57 @@ def test_a_block_device_is_refused_with_the_command_for_its_namespace(
     monkeypatch.setattr(os, "stat", block)
     with pytest.raises(BackendError, match=rf"fsdax.*ndctl create-namespace --force --reconfig={named} --mode=devdax"):
         find(path, sysfs.root)
+
+
+#: What a file of sysfs may say: rightly, nearly, or not at all.
+CONTENT = st.one_of(
+    st.binary(max_size=80),
+    st.integers(-(1 << 70), 1 << 70).map(lambda number: str(number).encode()),
+    st.sampled_from([b"", b"0", b"-1", b"4095", b"2097152", b"0x200000", b"1_000", b"9" * 5000, "\u0663".encode()]),
+)
+
+
+def is_answered(act: Callable[[], object]) -> bool:
+    """Whether it ends well or with a BackendError."""
+    answered = False
+    with suppress(BackendError):
+        act()
+        answered = True
+    return answered
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    files=st.dictionaries(st.sampled_from(["size", "align", "numa_node", "target_node"]), CONTENT),
+    driver=st.sampled_from(["device_dax", "kmem", "other", None]),
+)
+def test_whatever_sysfs_says_is_a_device_or_an_error(files: dict[str, bytes], driver: str | None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        sysfs = FakeSysfs(Path(folder) / "sys")
+        at = sysfs.add("dax0.0", {}, driver=driver, number=number_of())
+        for name, content in files.items():
+            (at / name).write_bytes(content)
+        device = only(sysfs)
+        assert device.capacity % device.align == 0
+        assert 0 <= device.capacity <= device.size < 1 << 63
+        assert device.numa_node is None or device.numa_node >= 0
+        assert device.describe()
+        assert all(doubt for doubt, _ in device.doubts)
+        usable = device.problem is None
+        assert not usable or (device.capacity > 0 and device.align % 4096 == 0 and device.mode == "devdax")
+        is_answered(lambda: find(NODE, sysfs.root))
+        backend = CxlBackend(sysfs=sysfs.root, dev=Path(folder), flusher=lambda: "none")
+        for path, there in ((None, False), (NODE, usable)):
+            wish = PoolWish("cxl", None, path)
+            assert is_answered(lambda wish=wish: backend.plan_pools(wish, lambda _: backend)) == there
+        for config in (
+            MaruConfig(),
+            MaruConfig(storage_backend="cxl"),
+            MaruConfig(storage_backend="cxl", pool_path=NODE),
+        ):
+            assert check_cxl(config, sysfs.root, Path(folder), Path(folder))
+
+
+def test_an_alignment_of_no_whole_pages_is_a_problem(sysfs: FakeSysfs) -> None:
+    sysfs.add("dax0.0", {**USUAL, "align": "4095"})
+    assert "aligned to 4095 bytes, which are no whole pages" in str(only(sysfs).problem)

@@ -72,14 +72,17 @@ def test_what_cannot_be_is_refused_with_the_setting() -> None:
         read_order(_config(read_order="cxl"), [PoolPlan("cpu", 1 << 20, None)])
 
 
-@pytest.mark.parametrize("answer", [[], ["cpu"]])
-def test_a_backend_that_plans_nonsense_is_refused(answer: list[Any]) -> None:
+@pytest.mark.parametrize("answer", [[], ["cpu"], None])
+def test_a_backend_that_plans_nonsense_is_refused(answer: Any) -> None:
     class Odd(FakeBackend):
-        def plan_pools(self, wish: PoolWish, backends: Any) -> list[Any]:
+        def plan_pools(self, wish: PoolWish, backends: Any) -> Any:
             return answer
 
     with pytest.raises(BackendError, match="plan_pools of backend fake"):
         plan_pools(lambda name: Odd(), PoolWish("fake", 1 << 20, None))
+    host = PluginHost.with_plugins({"fake": Odd()}, built_ins=True, strict=True)
+    with pytest.raises(BackendError, match="plan_pools of backend fake"):
+        plan_pools(host.backend, pool_wish(_config(storage_backend="mixed", write_order="cpu,fake")))
 
 
 def test_mixed_has_no_pools_of_its_own() -> None:

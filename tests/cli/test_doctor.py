@@ -294,6 +294,9 @@ def test_devices_that_the_size_leaves_unused_are_told(tmp_path: Path) -> None:
     assert f"{paths[1]}: stays unused: maru_cxl_pool_size is 8.0 MiB" in said("8M")
     assert "unused" not in said("16M")
     assert "unused" not in text_of(check_cxl(MaruConfig.from_mapping(extra, {}), tmp_path, tmp_path), "warning")
+    os.link(paths[0], tmp_path / "again")
+    twice = MaruConfig(storage_backend="cxl", cxl_pool_path=f"{paths[0]},{tmp_path / 'again'}")
+    assert text_of(check_cxl(twice, tmp_path, tmp_path), "error").count("is named twice") == 2
     other = MaruConfig.from_mapping({**extra, "maru_pool_size": "8M", "maru_storage_backend": "cpu"}, {})
     assert "unused" not in text_of(check_cxl(other, tmp_path, tmp_path), "warning")
 

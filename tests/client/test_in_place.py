@@ -170,6 +170,18 @@ def test_pools_on_several_devices_are_used_together(maru_server: ServerFactory, 
     assert all(pool["used"] for pool in handler.stats()["pools"])
 
 
+def test_as_many_pools_as_clients_can_be_told_of(maru_server: ServerFactory, connect: Connect, device: Path) -> None:
+    paths = [device.with_name(f"device-{number}") for number in range(65)]
+    for path in paths:
+        path.touch(0o600)
+        os.truncate(path, 2 << 20)
+    with pytest.raises(RuntimeError, match="65 pools are more than the 64"):
+        maru_server(**settings(device, cxl_pool_path=",".join(map(str, paths)), cxl_pool_size="130M"))
+    handler = connect(maru_server(**settings(device, cxl_pool_path=",".join(map(str, paths)), cxl_pool_size="128M")))
+    assert handler.store("a", b"a" * 5000) is StoreResult.STORED
+    assert len(handler.server_stats()["pools"]) == 64
+
+
 class Flushes:
     """A helper for hosts that are not coherent, which this one is."""
 

@@ -168,7 +168,9 @@ def test_a_pool_that_cannot_be_let_go_is_told_and_nothing_else(error: BaseExcept
         assert [entry["event"] for entry in logs] == ["a pool could not be let go"]
 
 
-@pytest.mark.parametrize("change", [{"size": 1 << 63}, {"size": True}, {"path": 7}, {"size_setting": None}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"size": 1 << 63}, {"size": True}, {"path": 7}, {"path": "a\0"}, {"size_setting": None}], ids=str
+)
 def test_a_plan_that_no_server_can_follow_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(BackendError, match="plan_pools of backend fake failed, its answer is of no use"):
         CALLS["plan_pools"](backend("plan_pools", lambda *arguments: [evolve(PLAN, **change)]))
