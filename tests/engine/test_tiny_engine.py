@@ -128,5 +128,34 @@ def test_several_pools_of_several_media_serve_one_prefix(
     assert results["caught"] == {}
 
 
+def test_engines_share_layerwise_objects_with_their_like_and_with_no_others(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Two layerwise engines, then a chunkwise one, on one server: answers, hits, and bytes layer by layer."""
+    runtime = tmp_path_factory.mktemp("run")
+    found = []
+    for layerwise in (True, True, False):
+        settings = json.dumps({"maru_use_layerwise": layerwise, "maru_idle_exit": 60})
+        process = spawn(
+            *("-m", "tests.engine.tiny", str(tiny_model), str(runtime), "{}", settings, "one_prompt"),
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        )
+        try:
+            output, _ = process.communicate(timeout=300)
+        finally:
+            end(process)
+        results = result_of(output)
+        assert results["caught"] == {}
+        found.append(scenario(results, "one_prompt"))
+    first, second, other = found
+    chunks, layers = 300 // 64, 3
+    assert [run["hits"] for run in found] == [0, chunks * 64, 0]
+    assert [run["objects"] for run in found] == [chunks * layers, chunks * layers, chunks]
+    assert first["answer"] == second["answer"] == other["answer"]
+    assert first["layers"] == second["layers"] == other["layers"]
+    assert len({digest for chunk in first["layers"] for digest in chunk}) == chunks * layers
+    assert [run["leased"] for run in found] == [0, 0, 0]
+
+
 def test_nothing_was_caught_inside_the_connector(results: dict[str, Any]) -> None:
     assert results["caught"] == {}

@@ -9,6 +9,7 @@ between the dispatch of a step and its result.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
@@ -91,12 +92,26 @@ class Tiny:
     def keys(self, ids: list[int]) -> list[bytes]:
         from maru_core.keys import KeyChain
 
-        chain = KeyChain(self.side._plan.namespace.root, CHUNK)
-        chain.extend(ids, len(ids) // CHUNK * CHUNK)
-        return chain.keys
+        plan = self.side._plan
+        chain = KeyChain(plan.namespace.root, CHUNK, objects_per_chunk=plan.objects_per_chunk)
+        chunks = len(ids) // CHUNK
+        chain.extend(ids, chunks * CHUNK)
+        return chain.object_keys(0, chunks)
 
     def present(self, ids: list[int]) -> int:
         return sum(status == 1 for status in self.handler.probe(self.keys(ids)))
+
+    def layers(self, ids: list[int]) -> list[list[str]]:
+        """A digest of each layer of each stored chunk, K then V, whatever the format."""
+        import numpy
+
+        count = len(self.side._plan.geometry.layer_names)
+        objects = self.objects(ids)
+        if self.side._plan.objects_per_chunk == 1:
+            planes = [numpy.frombuffer(data, numpy.uint8).reshape(2, count, -1) for data in objects]
+            objects = [plane[:, layer].tobytes() for plane in planes for layer in range(count)]
+        digests = [hashlib.blake2b(data).hexdigest() for data in objects]
+        return [digests[first : first + count] for first in range(0, len(digests), count)]
 
     def leased(self) -> int:
         """Bytes under lease once what is on its way back has had a second to arrive."""
@@ -370,6 +385,19 @@ def tiers(tiny: Tiny) -> dict[str, Any]:
         "same": stored == moved,
         "found": [len(objects) for objects in moved],
         "pools": tiny.pools(),
+        "leased": tiny.leased(),
+    }
+
+
+def one_prompt(tiny: Tiny) -> dict[str, Any]:
+    """What this engine answers to a prompt, what it found in the pool before, and what lies there afterwards."""
+    ids = prompt(300, 90)
+    answer = tiny.answer(ids)
+    return {
+        "answer": answer,
+        "hits": tiny.metric("vllm:external_prefix_cache_hits"),
+        "objects": len(tiny.objects(ids)),
+        "layers": tiny.layers(ids),
         "leased": tiny.leased(),
     }
 

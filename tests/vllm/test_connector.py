@@ -398,11 +398,12 @@ class Table:
         return (self.ids,)
 
 
-def test_vllm_decides_how_much_of_a_promise_it_takes(engine_on: EngineOn) -> None:
+@pytest.mark.parametrize("extra", [{}, LAYERWISE], ids=["chunkwise", "layerwise"])
+def test_vllm_decides_how_much_of_a_promise_it_takes(engine_on: EngineOn, extra: dict[str, Any]) -> None:
     """``num_external_tokens`` counts, not our answer: 0 ends the lease, after a grown local hit the rest is loaded."""
     store, tokens = FakeStore(), prompt(150)
-    warm(engine_on, store, tokens)
-    engine = engine_on(store)
+    warm(engine_on, store, tokens, extra=extra)
+    engine = engine_on(store, extra=extra)
     request = engine.add("b", tokens)
     assert engine.side.get_num_new_matched_tokens(request, 0) == (128, False)
     assert engine.side.get_num_new_matched_tokens(request, 80) == (48, False)
@@ -411,7 +412,7 @@ def test_vllm_decides_how_much_of_a_promise_it_takes(engine_on: EngineOn) -> Non
     (op,) = engine.side._scheduler.take_loads()
     keys = keys_of(engine, tokens)
     assert (op.chunk, op.first, op.last) == (2, 80, 128)
-    assert list(op.entries) == [store.objects[key].entry for key in keys[2:4]]
+    assert list(op.entries) == [store.objects[key].entry for key in keys[len(keys) // 2 :]]
     assert list(op.blocks) == [5, 6, 7, 8]
     other = engine.add("c", tokens)
     assert engine.side.get_num_new_matched_tokens(other, 0) == (128, False)
