@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from attrs import define, field, frozen
+from collections.abc import Iterable
+
+from attrs import define, field
 
 from maru_core.client import Lease
 
 
-@frozen(eq=False)
+@define(eq=False)
 class Outstanding:
     """One load: the lease that covers it, and where it goes.
 
     Objects are those of chunks ``[chunk, end_chunk)``; the lease starts at ``lease_chunk``. Tokens ``[first, last)``
     are loaded into a request with block table ``blocks``, which may run before the load has ended if ``overlap``.
+    ``disowned``: the request has lost those blocks, so its answer concerns nobody.
     """
 
     lease: Lease
@@ -24,6 +27,7 @@ class Outstanding:
     last: int
     blocks: list[int]
     overlap: bool = False
+    disowned: bool = False
 
 
 @define
@@ -54,12 +58,25 @@ class Loads:
 
     def of(self, request_id: str) -> Outstanding | None:
         """The load of a request that has no answer yet. A request has one at most."""
-        return next((load for load in self._outstanding.values() if load.request_id == request_id), None)
+        return next(
+            (load for load in self._outstanding.values() if load.request_id == request_id and not load.disowned), None
+        )
+
+    def disown(self, request_ids: Iterable[str]) -> list[str]:
+        """These lose their blocks; those of them with a load that has to be stopped before."""
+        chosen = set(request_ids)
+        stopped = []
+        for load_id, load in self._outstanding.items():
+            if load.request_id in chosen and not load.disowned:
+                load.disowned = True
+                self._cancelled.append(load_id)
+                stopped.append(load.request_id)
+        return stopped
 
     def depart(self, request_id: str, blocks: list[int]) -> None:
         """The request is gone: nobody waits for its load, which still has to be answered."""
         for load_id, load in self._outstanding.items():
-            if load.request_id == request_id:
+            if load.request_id == request_id and not load.disowned:
                 self._cancelled.append(load_id)
         if self._outstanding:
             self.remember(blocks)

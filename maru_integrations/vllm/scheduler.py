@@ -229,7 +229,7 @@ class MaruScheduler:
         return held
 
     def take_preempted(self) -> list[str]:
-        """Requests that lose blocks in this step which stores may read."""
+        """Requests that lose blocks in this step which stores may read or loads write to."""
         preempted, self._preempted = self._preempted, []
         return preempted
 
@@ -247,9 +247,11 @@ class MaruScheduler:
         # With loads under way their ends are worth looking for.
         self._matcher.new_step(idle=not output.num_scheduled_tokens and not len(self._loads))
         preempted = compat.preempted(output)
-        self._preempted += self._stores.detach(preempted)
+        # Each once, in an order that does not depend on hashes.
+        self._preempted += dict.fromkeys([*self._stores.detach(preempted), *self._loads.disown(preempted)])
         for request_id in preempted:
             self._parking.leave(request_id)
+            self._parking.end_load(request_id)
             state = self._states.get(request_id)
             if state is not None:
                 self._matcher.drop(state)
@@ -399,6 +401,8 @@ class MaruScheduler:
         if done is None:
             return
         self._handler.release(done.lease)
+        if done.disowned:
+            return
         self._parking.end_load(done.request_id)
         objects = self._settings.objects_per_chunk
         if result.good >= (done.end_chunk - done.chunk) * objects:

@@ -31,11 +31,16 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def engine_on(model_folder: str) -> Callable[..., Engine]:
+def engine_on(model_folder: str) -> Iterator[Callable[..., Engine]]:
     """``engine_on(store, **options)`` makes a mini engine on a fake store."""
     from tests.vllm.mini_engine import make_engine
 
-    def make(store: Any, **options: Any) -> Engine:
-        return make_engine(store, model_folder, **options)
+    made: list[Engine] = []
 
-    return make
+    def make(store: Any, **options: Any) -> Engine:
+        made.append(make_engine(store, model_folder, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()

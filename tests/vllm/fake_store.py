@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any
 
 from attrs import define, field
 
 from maru_core.client import Grants, Lease
 from maru_core.errors import StaleEpoch, Unavailable
 from maru_core.protocol import CommitStatus, Presence, ReserveStatus
+
+
+def one_at_a_time(method: Any) -> Any:
+    """A server answers one request after the other."""
+
+    @wraps(method)
+    def locked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with (self if isinstance(self, FakeStore) else self.store).lock:
+            return method(self, *args, **kwargs)
+
+    return locked
 
 
 @define
@@ -42,12 +56,19 @@ class FakeStore:
     lookups: int = 0
     #: Seconds that each poll was willing to wait.
     patience: list[float] = field(factory=list)
+    #: Called before an object's bytes are handed out to be read or to be written, in order to be slow.
+    before_read: Callable[[], None] = lambda: None
+    before_write: Callable[[], None] = lambda: None
+    #: Threads of several engines call at once.
+    lock: threading.RLock = field(factory=threading.RLock, repr=False)
     _next: int = 0
 
+    @one_at_a_time
     def number(self) -> int:
         self._next += 1
         return self._next
 
+    @one_at_a_time
     def drop(self, key: bytes) -> None:
         """Evict: hidden at once, its bytes overwritten as soon as nobody leases it."""
         found = self.objects.pop(key)
@@ -59,6 +80,7 @@ class FakeStore:
         found.generation += 1
         found.data[:] = b"\xee" * len(found.data)
 
+    @one_at_a_time
     def release(self, lease_id: int) -> None:
         for found in self.leases.pop(lease_id, []):
             found.leases -= 1
@@ -73,6 +95,7 @@ class FakeLocated:
     generations: Sequence[int]
 
     def view(self, index: int) -> memoryview:
+        self.store.before_read()
         if self.store.fail_loads:
             self.store.fail_loads -= 1
             raise OSError("injected: the pool cannot be read")
@@ -84,6 +107,7 @@ class FakeLocated:
     def verify(self) -> list[bool]:
         return self.check()
 
+    @one_at_a_time
     def check(self) -> list[bool]:
         found = [self.store.by_entry[entry] for entry in self.entries]
         return [
@@ -99,6 +123,7 @@ class FakePending:
     polls: int = 0
     cancelled: bool = False
 
+    @one_at_a_time
     def poll(self, timeout: float = 0.0) -> Lease | None:
         if not self.store.up:
             raise Unavailable("injected: the server is away")
@@ -156,6 +181,7 @@ class FakeHandler:
     def holds(self, epoch: int) -> bool:
         return self.store.up and epoch == self.store.epoch
 
+    @one_at_a_time
     def submit_acquire(self, keys: Sequence[bytes], *, leading: bool, weights_epoch: int | None = None) -> FakePending:
         assert leading
         if not self.store.up:
@@ -163,6 +189,7 @@ class FakeHandler:
         self.store.lookups += 1
         return FakePending(self.store, tuple(keys) if self.weights_epoch == self.store.weights_epoch else ())
 
+    @one_at_a_time
     def release(self, lease: Lease) -> None:
         for lease_id in lease.ids:
             self.store.release(lease_id)
@@ -179,6 +206,7 @@ class FakeHandler:
             raise StaleEpoch("injected: another epoch")
         return FakeLocated(self.store, entries, generations)
 
+    @one_at_a_time
     def reserve(
         self,
         keys: Sequence[bytes],
@@ -209,19 +237,23 @@ class FakeHandler:
         return Grants(self.store.epoch, 1, tuple(keys), bytes(statuses), entries, generations, [length] * len(keys))
 
     def room(self, grants: Grants, index: int) -> memoryview:
+        self.store.before_write()
         return memoryview(self.store.by_entry[grants.entries[index]].data)
 
+    @one_at_a_time
     def commit(self, grants: Grants, indices: Sequence[int] | None = None, *, checksums: bool) -> bytes:
         for index in grants.new if indices is None else indices:
             self.store.by_entry[grants.entries[index]].ready = True
         return bytes([CommitStatus.OK]) * len(grants.new)
 
+    @one_at_a_time
     def abort(self, grants: Grants, indices: Sequence[int] | None = None) -> None:
         for index in grants.new if indices is None else indices:
             found = self.store.by_entry[grants.entries[index]]
             if not found.ready:
                 self.store.objects.pop(found.key, None)
 
+    @one_at_a_time
     def reset(self) -> int:
         if not self.store.up:
             raise Unavailable("injected: the server is away")

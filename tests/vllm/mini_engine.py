@@ -8,6 +8,7 @@ can demand: no poison in an answer, none in the store, none left in a block that
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,11 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from maru_core.geometry import ObjectLayout, PagedLayout, PlaneStrides
-from maru_integrations.vllm import setup
+from maru_integrations.vllm import compat, setup
 from maru_integrations.vllm.connector import MaruKVConnector
 from maru_integrations.vllm.copies import ChunkShape
 from maru_integrations.vllm.moving import Link
-from maru_integrations.vllm.worker import MaruWorker, Threads
+from maru_integrations.vllm.worker import MaruWorker
 from maru_transfer.torch_copy import TorchCopyEngine
 from tests.vllm.fake_store import FakeHandler, FakeStore
 
@@ -114,6 +115,9 @@ class Engine:
     held: set[str] = field(factory=set)
     #: External tokens that vLLM took, by request.
     external: dict[str, int] = field(factory=dict)
+    #: Whether each layer's hook is called, as it is not where vLLM replays one graph of the whole model.
+    hooks: bool = True
+    names: list[str] = field(factory=list)
 
     def add(self, name: str, prompt: Sequence[int], max_tokens: int = 3, **fields: Any) -> Request:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -138,11 +142,18 @@ class Engine:
         metadata = output.kv_connector_metadata
         worker = self.worker
         worker.handle_preemptions(metadata)
-        worker.bind_connector_metadata(metadata)
+        hooks = self.hooks and bool(output.num_scheduled_tokens)
+        runs_layer_hooks, compat.runs_layer_hooks = compat.runs_layer_hooks, lambda: hooks
+        try:
+            worker.bind_connector_metadata(metadata)
+        finally:
+            compat.runs_layer_hooks = runs_layer_hooks
+        if not output.num_scheduled_tokens:
+            time.sleep(0.001)  # as EngineCore does
         sync = output.has_sync_kv_loads
         if sync:
             worker.start_load_kv(None)
-        tokens = self._forward(output)
+        tokens = self._forward(output, hooks)
         if not sync:
             worker.start_load_kv(None)
         worker.wait_for_save()
@@ -173,13 +184,22 @@ class Engine:
         return output
 
     def run(self, limit: int = 400) -> None:
-        """Step until every request has finished."""
+        """Step until every request has finished and nothing of it is kept any more."""
         for _ in range(limit):
             if not self.scheduler.has_unfinished_requests():
-                self.step()  # the step that tells workers what finished
-                return
+                break
             self.step()
-        raise AssertionError(f"the engine stands still: {self.scheduler.get_request_counts()} after {limit} steps")
+        else:
+            raise AssertionError(f"the engine stands still: {self.scheduler.get_request_counts()} after {limit} steps")
+        self.settle()
+
+    def settle(self, seconds: float = 1.0) -> None:
+        """Steps without requests: blocks that are kept for loads and stores come back in time."""
+        deadline = time.monotonic() + seconds
+        while self.scheduler.requests and time.monotonic() < deadline:
+            self.step()
+        assert not self.scheduler.requests, f"still kept: {sorted(self.scheduler.requests)}"
+        self.step()  # the step that tells workers what finished
 
     def free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
@@ -189,7 +209,7 @@ class Engine:
         block, slot = blocks[position // BLOCK], position % BLOCK
         return torch.stack([cache[:, block, slot].reshape(2, -1) for cache in self.caches], dim=1)
 
-    def _forward(self, output: Any) -> dict[str, list[int]]:
+    def _forward(self, output: Any, hooks: bool) -> dict[str, list[int]]:
         for new in output.scheduled_new_reqs:
             self.tables[new.req_id] = list(new.block_ids[0])
         cached = output.scheduled_cached_reqs
@@ -199,32 +219,45 @@ class Engine:
             ids = list(fresh[0]) if fresh is not None else []
             self.tables[name] = ids if name in cached.resumed_req_ids else self.tables[name] + ids
             starts[name] = cached.num_computed_tokens[index]
-        # All KV of a step is written before any of its attention reads.
+        # A layer's KV of a step is written before any of its attention reads.
         work = []
         for name, count in output.num_scheduled_tokens.items():
             tokens = list(self.scheduler.requests[name].all_token_ids)
             work.append((name, tokens, chain(tokens), starts[name], starts[name] + count))
-        for name, _, values, first, last in work:
-            for position in range(first, last):
-                self._write(self.tables[name], position, kv_of(values[position]))
+        bad = set()
+        for layer, hook in enumerate(self.names):
+            if hooks:
+                self.worker.wait_for_layer_load(hook)
+            for name, _, values, first, last in work:
+                for position in range(first, last):
+                    self._write(self.tables[name], position, kv_of(values[position]), layer)
+            for name, _, values, first, _ in work:
+                blocks, cache = self.tables[name], self.caches[layer]
+                for position in range(first):
+                    held = cache[:, blocks[position // BLOCK], position % BLOCK].reshape(2, -1)
+                    if not torch.equal(held, kv_of(values[position])[:, layer]):
+                        bad.add(name)
+                        break
+        self.poisoned |= bad
         sampled: dict[str, list[int]] = {}
         for name, tokens, values, first, last in work:
-            blocks = self.tables[name]
-            good = all(torch.equal(self.read(blocks, p), kv_of(values[p])) for p in range(first))
-            if not good:
-                self.poisoned.add(name)
+            if name in bad:
                 for position in range(first, last):
-                    self._write(blocks, position, kv_of(values[position] + 17))
+                    for layer in range(len(self.caches)):
+                        self._write(self.tables[name], position, kv_of(values[position] + 17), layer)
             sampled[name] = []
             if last == len(tokens):
-                sampled[name] = [sample(values[last - 1]) if good else POISON]
+                sampled[name] = [POISON if name in bad else sample(values[last - 1])]
         return sampled
 
-    def _write(self, blocks: Sequence[int], position: int, value: torch.Tensor) -> None:
+    def _write(self, blocks: Sequence[int], position: int, value: torch.Tensor, layer: int) -> None:
         block, slot = blocks[position // BLOCK], position % BLOCK
         assert block != 0, "block 0 is vLLM's null block"
-        for layer, cache in enumerate(self.caches):
-            cache[:, block, slot] = value[:, layer].view(2, HEADS, SIZE)
+        self.caches[layer][:, block, slot] = value[:, layer].view(2, HEADS, SIZE)
+
+    def close(self) -> None:
+        """End the worker's threads."""
+        self.worker.shutdown()
 
 
 def make_engine(
@@ -238,11 +271,12 @@ def make_engine(
     extra: dict[str, Any] | None = None,
     prefix_caching: bool = True,
     handler: Callable[[FakeStore], Any] = FakeHandler,
-    threads: Threads | None = None,
+    threads: bool = False,
 ) -> Engine:
     """An engine on ``store``; ``extra`` goes into the connector's settings.
 
-    Without ``threads`` everything is done within the steps, whatever the settings say.
+    Without ``threads`` everything is done within the steps, whatever the settings say; with them the worker has those
+    that the settings ask for, and the engine has to be closed.
     """
     cache = CacheConfig(
         block_size=BLOCK,
@@ -299,15 +333,19 @@ def make_engine(
     plan = worker._plan
     assert plan is not None
     stored = ObjectLayout(2, LAYERS // plan.objects_per_chunk, CHUNK, HEADS * SIZE, 2)
+
+    def opened() -> Any:
+        return TorchCopyEngine().open(caches, paged, stored)
+
     worker._worker = MaruWorker(
-        lambda: Link(handler(store), TorchCopyEngine().open(caches, paged, stored), stored),
+        lambda: Link(handler(store), opened(), stored, opened()),
         worker._answers,
         ChunkShape(BLOCK, CHUNK, stored.nbytes * plan.objects_per_chunk, plan.objects_per_chunk),
         layer_names=names,
-        threads=threads,
+        threads=setup.threads_of(plan, paged, caches[0].device) if threads else None,
     )
     side.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
-    engine = Engine(scheduler, side, worker, store, caches, get_request_block_hasher(BLOCK, hash_fn))
+    engine = Engine(scheduler, side, worker, store, caches, get_request_block_hasher(BLOCK, hash_fn), names=names)
     watch(engine)
     return engine
 

@@ -35,9 +35,9 @@ def keys_of(engine: Engine, tokens: list[int]) -> list[bytes]:
     return keys.object_keys(0, chunks)
 
 
-def warm(engine_on: EngineOn, store: FakeStore, *prompts: list[int], extra: dict[str, Any] | None = None) -> None:
+def warm(engine_on: EngineOn, store: FakeStore, *prompts: list[int], **options: Any) -> None:
     """Fill the store from an engine that then goes away."""
-    engine = engine_on(store, extra=extra or {})
+    engine = engine_on(store, **options)
     for index, tokens in enumerate(prompts):
         engine.add(f"warm{index}", tokens, max_tokens=1)
         engine.run()

@@ -1,0 +1,331 @@
+"""Loads and stores beside the steps, inside vLLM's real scheduler: order, budget, protection, and a slow server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from maru_integrations.vllm.metadata import LOAD_FAILED, PREEMPTED, QUEUE_FULL, StoreOp
+from tests.vllm.fake_store import FakeStore
+from tests.vllm.mini_engine import BLOCK, Engine, check_store, reference
+from tests.vllm.test_connector import PARKED, keys_of, prompt, settled, warm
+
+EngineOn = Callable[..., Engine]
+LATER = {"maru_async_store": True}
+
+
+class Gate:
+    """Holds whoever reads or writes objects until it is opened."""
+
+    def __init__(self, store: FakeStore, *, loads: bool = False, stores: bool = False) -> None:
+        self._open = threading.Event()
+        if loads:
+            store.before_read = self._wait
+        if stores:
+            store.before_write = self._wait
+
+    def _wait(self) -> None:
+        assert self._open.wait(10)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def without_gate(engine: Engine) -> None:
+    """As vLLM 0.22.1 is: nothing is kept back for requests that are parked already."""
+    engine.scheduler._inflight_prefill_reserved_blocks = lambda: 0  # type: ignore[method-assign]
+    engine.scheduler.scheduler_reserve_full_isl = False
+
+
+@pytest.mark.parametrize("gate", ["ours", "both"])
+def test_sixty_four_blocks_never_stand_still(engine_on: EngineOn, gate: str) -> None:
+    """Prompts of 50, 25 and 15 blocks that all hit: the first alone, the others when it has its blocks, in order."""
+    store = FakeStore()
+    prompts = [prompt(50 * BLOCK, 1), prompt(25 * BLOCK, 2), prompt(15 * BLOCK, 3)]
+    warm(engine_on, store, *prompts)
+    engine = engine_on(store, num_blocks=64, budget=128, extra=PARKED, threads=True)
+    if gate == "ours":
+        without_gate(engine)
+    doors = Gate(store, loads=True)
+    for index, tokens in enumerate(prompts):
+        engine.add(f"r{index}", tokens, max_tokens=20)
+    store.lookups = 0
+    for _ in range(30):
+        engine.step()
+    scheduler = engine.side._scheduler
+    assert scheduler is not None
+    assert store.lookups == 1, "who waits for blocks asks nothing"
+    assert scheduler._parking.blocks == 50
+    assert scheduler._parking.waiting == 2
+    assert engine.external == {"r0": 49 * BLOCK}
+    doors.open()
+    engine.run(2000)
+    assert list(engine.external) == ["r0", "r1", "r2"]
+    assert all(engine.external.values())
+    for index, tokens in enumerate(prompts):
+        assert engine.answers[f"r{index}"] == reference(tokens, 20)
+    settled(engine, 63)
+
+
+@pytest.mark.parametrize("gate", ["ours", "both"])
+def test_a_shared_prefix_and_a_newcomer(engine_on: EngineOn, gate: str) -> None:
+    """R022: 270 blocks, four requests that share 100 stored blocks, and one of 100 blocks that hits nothing."""
+    store, shared = FakeStore(), prompt(100 * BLOCK, 1)
+    warm(engine_on, store, shared, num_blocks=270, budget=512)
+    engine = engine_on(store, num_blocks=270, budget=256, extra=PARKED, threads=True)
+    if gate == "ours":
+        without_gate(engine)
+    doors = Gate(store, loads=True)
+    prompts = {f"r{index}": [*shared, *prompt(20, index + 2)] for index in range(4)}
+    prompts["new"] = prompt(100 * BLOCK, 9)
+    for name, tokens in prompts.items():
+        engine.add(name, tokens, max_tokens=5)
+    store.lookups = 0
+    for _ in range(30):
+        engine.step()
+    assert store.lookups == 2
+    assert set(engine.external) == {"r0", "r1"}
+    doors.open()
+    engine.run(2000)
+    assert list(engine.external) == list(prompts), "in the order in which they came"
+    for name, tokens in prompts.items():
+        assert engine.answers[name] == reference(tokens, 5)
+    settled(engine, 269)
+
+
+def test_loads_in_flight_are_limited(engine_on: EngineOn) -> None:
+    """``maru_load_admission_window``: in order, and a request that hits nothing does not wait for loads."""
+    store = FakeStore()
+    prompts = [prompt(80, seed) for seed in range(1, 6)]
+    warm(engine_on, store, *prompts)
+    engine = engine_on(store, extra={**PARKED, "maru_load_admission_window": 2}, threads=True)
+    doors = Gate(store, loads=True)
+    for index, tokens in enumerate(prompts):
+        engine.add(f"r{index}", tokens)
+    cold = prompt(40, 8)
+    engine.add("cold", cold)
+    for _ in range(20):
+        engine.step()
+    assert [name for name, count in engine.external.items() if count] == ["r0", "r1"]
+    assert engine.answers["cold"] == reference(cold, 3)
+    doors.open()
+    engine.run(2000)
+    assert [name for name, count in engine.external.items() if count] == [f"r{index}" for index in range(5)]
+    settled(engine, 63)
+
+
+def test_the_prompt_is_stored_when_it_is_complete(engine_on: EngineOn) -> None:
+    """Chunked prefill hands nothing over before its last step; generated chunks follow as they fill."""
+    store, tokens = FakeStore(), prompt(150)
+    engine = engine_on(store, budget=40, extra=LATER)
+    handed: list[tuple[str, list[int]]] = []
+    plan = engine.side._scheduler._plan_store
+
+    def watched(*args: Any) -> StoreOp | None:
+        op = plan(*args)
+        if op is not None:
+            handed.append((op.request_id, list(op.chunks)))
+        return op
+
+    engine.side._scheduler._plan_store = watched
+    engine.add("a", tokens, max_tokens=50)
+    engine.run()
+    assert handed == [("a", [0, 1, 2, 3]), ("a", [4]), ("a", [5])]
+    assert check_store(store, [tokens + engine.answers["a"]], lambda t: keys_of(engine, t)) == 6
+    settled(engine, 63)
+
+
+def test_blocks_are_kept_until_the_store_has_read_them(engine_on: EngineOn) -> None:
+    """A finished request's blocks are not free while its store is held up, and are reported once, afterwards."""
+    store, tokens = FakeStore(), prompt(150)
+    engine = engine_on(store, extra=LATER, threads=True)
+    doors = Gate(store, stores=True)
+    engine.add("a", tokens, max_tokens=2)
+    while engine.scheduler.has_unfinished_requests():
+        engine.step()
+    for _ in range(5):
+        engine.step()
+    assert engine.held == {"a"}
+    assert engine.free_blocks() < 63
+    doors.open()
+    engine.settle()
+    assert check_store(store, [tokens], lambda t: keys_of(engine, t)) == 4
+    settled(engine, 63)
+
+
+def test_one_store_per_chunk_however_many_requests_finish_it(engine_on: EngineOn) -> None:
+    """Five requests with one prompt and no prefix cache of vLLM's: four chunks are stored once."""
+    store, tokens = FakeStore(), prompt(150)
+    engine = engine_on(store, extra=LATER, threads=True, budget=1024, prefix_caching=False)
+    doors = Gate(store, stores=True)
+    for index in range(5):
+        engine.add(f"r{index}", tokens, max_tokens=2)
+    for _ in range(4):
+        engine.step()
+    assert engine.side._scheduler._stores.outstanding == 1
+    doors.open()
+    engine.run()
+    assert check_store(store, [tokens], lambda t: keys_of(engine, t)) == 4
+    settled(engine, 63)
+
+
+@pytest.mark.parametrize("reason", [PREEMPTED, LOAD_FAILED, QUEUE_FULL])
+def test_a_store_that_came_to_nothing_is_planned_again_by_whoever_has_the_chunk(
+    engine_on: EngineOn, reason: str
+) -> None:
+    """The owner of a pending key loses its blocks: the other request stores it. Dropped for want of room: nobody."""
+    store, tokens = FakeStore(), prompt(100)
+    engine = engine_on(store, extra=LATER, budget=1024, prefix_caching=False)
+    worker, answers = engine.worker._worker, engine.worker._answers
+    first: list[StoreOp] = []
+
+    class LostOnce:
+        def submit(self, ops: list[StoreOp], epoch: int) -> None:
+            first.extend(ops)
+            worker._saver = None
+
+        def preempt(self, names: Any) -> None:
+            pass
+
+    worker._saver = LostOnce()
+    for index in range(2):
+        engine.add(f"r{index}", tokens, max_tokens=20)
+    engine.step()
+    assert [op.request_id for op in first] == ["r0"]
+    answers.store_ended(first[0], 0, reason)
+    engine.run()
+    assert check_store(store, [tokens], lambda t: keys_of(engine, t)) == (0 if reason == QUEUE_FULL else 3)
+    settled(engine, 63)
+
+
+def test_preemption_stops_stores_before_blocks_are_given_away(engine_on: EngineOn) -> None:
+    """R081: the store thread is held up, others overwrite the blocks: the pool has true bytes or nothing."""
+    store = FakeStore()
+    prompts = [prompt(90, seed) for seed in range(4)]
+    engine = engine_on(store, num_blocks=24, budget=96, extra={**LATER, **PARKED}, threads=True)
+    for seed, tokens in enumerate(prompts):
+        engine.add(f"r{seed}", tokens, max_tokens=60)
+    engine.run(5000)
+    assert engine.preemptions > 0
+    for seed, tokens in enumerate(prompts):
+        assert engine.answers[f"r{seed}"] == reference(tokens, 60)
+    settled(engine, 23)
+    check_store(store, [p + engine.answers[f"r{i}"] for i, p in enumerate(prompts)], lambda t: keys_of(engine, t))
+
+
+class Clock:
+    """Time goes on when it is told to."""
+
+    now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def stopped(engine: Engine) -> Clock:
+    """The scheduler side's clock stands still."""
+    clock = Clock()
+    scheduler = engine.side._scheduler
+    scheduler._matcher._clock = scheduler._breaker.clock = clock
+    return clock
+
+
+@pytest.mark.parametrize("extra", [{}, PARKED], ids=["sync", "parked"])
+def test_a_server_that_stopped_answering_delays_one_request_once(engine_on: EngineOn, extra: dict[str, Any]) -> None:
+    """H 14: after the first late answer all compute at once, one probe a second, and hits resume by themselves."""
+    store, tokens = FakeStore(), prompt(100)
+    warm(engine_on, store, tokens)
+    engine = engine_on(store, extra=extra)
+    clock = stopped(engine)
+    store.answer_after = 10**9
+    engine.add("first", tokens)
+    engine.add("second", prompt(100, 2))
+    for _ in range(5):
+        engine.step()
+    assert not engine.answers["first"]
+    clock.now += 0.6
+    engine.step()
+    assert engine.scheduler.running, "both compute: one was late, the other is not asked about any more"
+    store.lookups = 0
+    for index in range(30):
+        clock.now += 0.1
+        engine.add(f"r{index}", prompt(40, index + 3), max_tokens=1)
+        engine.step()
+    assert store.lookups in (2, 3), "one probe a second"
+    engine.run()
+    assert set(store.patience[-10:]) == {0.0}
+    stored = len(store.objects)
+    store.answer_after = 0
+    clock.now += 1.0
+    engine.scheduler.reset_prefix_cache()
+    engine.add("probe", prompt(40, 77))
+    engine.run()
+    engine.add("again", tokens)
+    engine.run()
+    assert engine.external["again"] == 96
+    assert engine.answers["again"] == reference(tokens, 3)
+    assert len(store.objects) > stored, "stores resume, too"
+    settled(engine, 63)
+
+
+def test_look_ups_of_many_requests_wait_a_millisecond_together(engine_on: EngineOn) -> None:
+    """Sixteen requests with a slow server: a step waits for all of them as long as for one."""
+    store = FakeStore(answer_after=10**9)
+    engine = engine_on(store, max_seqs=32, num_blocks=512)
+    engine.add("decoding", prompt(20, 3), max_tokens=60)
+    engine.step()
+    engine.step()
+    scheduler = engine.side._scheduler
+    clock = stopped(engine)
+    poll = scheduler._matcher._poll
+
+    def slow(lookup: Any) -> Any:
+        before = len(store.patience)
+        answer = poll(lookup)
+        clock.now += sum(store.patience[before:])
+        scheduler._matcher._patience -= sum(store.patience[before:])
+        return answer
+
+    scheduler._matcher._poll = slow
+    for index in range(16):
+        engine.add(f"r{index}", prompt(40, index + 4), max_tokens=1)
+    for _ in range(4):
+        store.patience.clear()
+        engine.step()
+        assert sum(store.patience) <= 0.001
+    store.answer_after = 0
+    engine.run()
+
+
+def test_a_hit_that_is_slower_than_computing_is_skipped_once_and_for_all(engine_on: EngineOn) -> None:
+    """``maru_load_or_compute``: decided before the first promise, counted with its reason, never taken back."""
+    store, tokens = FakeStore(), prompt(100)
+    warm(engine_on, store, tokens)
+    engine = engine_on(store, extra={**PARKED, "maru_load_or_compute": "auto"})
+    worth = engine.side._scheduler._worth
+    worth.link.measure(1000, 1.0)
+    worth.prefill.measure(1000, 1.0)
+    request = engine.add("slow", tokens)
+    engine.side._scheduler.take_stats()
+    assert engine.side.get_num_new_matched_tokens(request, 0) == (0, False)
+    worth.link.measure(1e12, 1e-3)
+    assert engine.side.get_num_new_matched_tokens(request, 0) == (0, False)
+    stats = engine.side.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["counters"]["loads_skipped.slow_link"] == 1
+    assert not store.leases
+    engine.run()
+    worth.link.rate = 1e9
+    engine.scheduler.reset_prefix_cache()
+    request = engine.add("fast", tokens)
+    assert engine.side.get_num_new_matched_tokens(request, 0) == (96, True)
+    worth.link.rate = 1.0
+    assert engine.side.get_num_new_matched_tokens(request, 0) == (96, True), "promised is promised"
+    engine.run()
+    assert engine.answers["fast"] == reference(tokens, 3)
+    settled(engine, 63)
