@@ -114,6 +114,7 @@ def engine_arguments(scale: Scale, model: Path, transfer: Mapping[str, Any] | No
     arguments = {
         "model": str(model),
         "load_format": "dummy",
+        "generation_config": "vllm",
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
         "enable_prefix_caching": False,
