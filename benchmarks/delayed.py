@@ -56,7 +56,11 @@ class Delayed:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, onward = await asyncio.open_unix_connection(self._target)
+        try:
+            there, onward = await asyncio.open_unix_connection(self._target)
+        except OSError:  # the server is gone; whoever asks learns it as if it had asked there
+            writer.close()
+            return
         pumps = (self._pump(reader, onward, late=False), self._pump(there, writer, late=True))
         for pump in pumps:
             task = asyncio.ensure_future(pump)

@@ -205,6 +205,13 @@ def test_answers_are_late_in_order_and_as_they_were(tmp_path: Path) -> None:
         assert got == b"firstsecond"
 
 
+def test_without_a_server_the_connection_is_closed(tmp_path: Path) -> None:
+    with delayed(tmp_path / "late", tmp_path / "nobody"), socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(5)
+        client.connect(str(tmp_path / "late"))
+        assert client.recv(100) == b""
+
+
 def test_tokens_per_second_and_gaps_of_an_answer() -> None:
     one = answer(1.0, 2.0, 2.5, 4.0)
     assert one.ttft == 1.0
