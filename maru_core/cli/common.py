@@ -78,6 +78,13 @@ class Target:
         keys = _keys(config.keys) if config.keys is not None and url.startswith("tcp:") else None
         return cls(url, own, keys, may_answer)
 
+    def silent(self) -> int | str | None:
+        """The process of a server that has the folder although it does not answer; ``None`` when there is none."""
+        if self.folder is None or not self.folder.is_served():
+            return None
+        pid = (self.folder.read_info() or {}).get("pid")
+        return pid if type(pid) is int else "unknown"
+
     def peek(self, timeout: float) -> Peek:
         """What asks it."""
         return Peek(self.url, timeout, self.keys)

@@ -142,8 +142,12 @@ def server(patient: Patient) -> Iterable[Finding]:
     try:
         stats = target.peek(_TIMEOUT).stats()
     except Unavailable as error:
-        level = "error" if folder.is_served() else "note"
-        yield Finding(level, target.url, f"no server answers: {error}", "`maru serve`")  # type: ignore[arg-type]
+        pid = target.silent()
+        if pid is None:
+            yield Finding("note", target.url, f"no server answers: {error}", "`maru serve`")
+        else:
+            text = f"the server, pid {pid}, does not answer: {error}"
+            yield Finding("error", target.url, text, f"is it stopped (`kill -CONT {pid}`)? Its log says what it does")
         return
     except MaruError as error:
         yield Finding("error", target.url, str(error))

@@ -40,8 +40,12 @@ def status(runtime_dir: str | None, url: str | None, keys: str | None, as_json: 
     except MaruError as error:
         fail(error, EXIT_FAILED)
     if stats is None:
+        pid = target.silent()
         if as_json:
-            click.echo(json.dumps({"running": False, "url": address, "reason": reason}))
+            click.echo(json.dumps({"running": False, "url": address, "reason": reason, "silent_pid": pid}))
+        elif pid is not None:
+            click.echo(visible(f"The Maru server at {address} (pid {pid}) does not answer: {reason}."))
+            click.echo(f"It starts, is stopped (`kill -CONT {pid}`), or is very busy.")
         else:
             click.echo(visible(f"No Maru server runs at {address}: {reason}."))
             click.echo("Start one with `maru serve`; engines with maru_server_url=auto start one by themselves.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -76,6 +77,26 @@ def test_a_running_server_and_its_pools_are_listed(maru_server: ServerFactory, m
     assert f"pid {server.pid}" in about(found, server.url)["text"]
     (pool,) = [finding for finding in found if finding["text"].startswith("pool 0 of cpu")]
     assert pool["subject"].startswith(str(maru_runtime_dir))
+
+
+def test_a_server_that_does_not_answer_is_told_from_one_that_is_not_there(
+    maru_server: ServerFactory, maru_runtime_dir: Path
+) -> None:
+    server = maru_server(maru_runtime_dir)
+    server.process.send_signal(signal.SIGSTOP)
+    found = about(findings(maru_runtime_dir), server.url)
+    assert found["level"] == "error"
+    assert f"pid {server.pid}, does not answer" in found["text"]
+    assert f"kill -CONT {server.pid}" in found["remedy"]
+    status = ["status", "--runtime-dir", str(maru_runtime_dir), "--timeout", "0.2"]
+    shown = CliRunner().invoke(main, status)
+    assert shown.exit_code == 1
+    assert f"(pid {server.pid}) does not answer" in shown.output
+    assert "maru serve" not in shown.output
+    assert json.loads(CliRunner().invoke(main, [*status, "--json"]).output)["silent_pid"] == server.pid
+    server.kill()
+    assert about(findings(maru_runtime_dir), server.url)["remedy"].startswith("`maru serve`")
+    assert "No Maru server runs" in CliRunner().invoke(main, status).output
 
 
 def test_what_is_broken_makes_the_exit_code(maru_runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
