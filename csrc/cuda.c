@@ -7,6 +7,7 @@
  * Order against the caller's stream is kept by events on the device. The CPU waits only to bound what is under way, and
  * before it uses a bounce buffer again. */
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,6 +21,7 @@
 #define VECTORS_PER_BLOCK (MARU_PLACE_THREADS * MARU_PLACE_UNROLL)
 #define MOST_SLOTS 16
 #define MOST_WINDOW 64
+#define MOST_PITCH (1u << 31)
 #define BATCH 256
 #define TEXT 320
 #define WIDTHS 5 /* accesses of 1, 2, 4, 8, 16 bytes */
@@ -51,7 +53,21 @@ struct maru_pages {
   uint32_t first[MOST_WINDOW], last[MOST_WINDOW]; /* segments of the slices under way */
   uint32_t first_slot, submitted, retired, slices;
   double issued, waited; /* seconds of the last job */
+  struct maru_layers *layers; /* who follows the job, or NULL */
+  int followed;               /* the last job was: nobody's stream waits for its pages, so maru_cuda_wait does */
   int failed;
+  char text[TEXT];
+};
+
+struct maru_layers {
+  struct maru_cuda *cuda;
+  CUhandle_ began;    /* on the stream of whoever began: from here on pages may be touched */
+  CUhandle_ *arrived; /* per layer */
+  uint32_t count;
+  pthread_mutex_t lock; /* of what is below */
+  pthread_cond_t changed;
+  uint32_t submitted, done;
+  int status, cancelled;
   char text[TEXT];
 };
 
@@ -168,7 +184,7 @@ static int load_kernels(struct maru_cuda *cuda, char *text, size_t room) {
   return MARU_OK;
 }
 
-uint32_t maru_cuda_abi_version(void) { return MARU_ABI_VERSION; }
+uint32_t maru_cuda_abi_version(void) { return MARU_CUDA_ABI_VERSION; }
 
 int maru_cuda_open(const char *library, int device, struct maru_cuda **out, char *text, size_t room) {
   if (!out) return MARU_E_NULL;
@@ -339,6 +355,133 @@ int maru_cuda_set_bounce(struct maru_pages *pages, uint64_t bounce) {
 
 const char *maru_cuda_error(const struct maru_pages *pages) { return pages ? pages->text : "no pages"; }
 
+/* ---- Layers ----------------------------------------------------------------------------------------------------- */
+
+/* `submitted` layers are (never fewer than before), or with a `status` no more will be. */
+static void tell(struct maru_layers *layers, uint32_t submitted, int status, const char *text) {
+  pthread_mutex_lock(&layers->lock);
+  if (submitted > layers->submitted) layers->submitted = submitted;
+  if (status && !layers->status) {
+    layers->status = status;
+    snprintf(layers->text, TEXT, "%s", text);
+  }
+  pthread_cond_broadcast(&layers->changed);
+  pthread_mutex_unlock(&layers->lock);
+}
+
+static int is_cancelled(struct maru_layers *layers) {
+  pthread_mutex_lock(&layers->lock);
+  int cancelled = layers->cancelled;
+  pthread_mutex_unlock(&layers->lock);
+  return cancelled;
+}
+
+static int make_events(struct maru_layers *layers, CUhandle_ stream, char *text, size_t room) {
+  const struct maru_driver *driver = &layers->cuda->driver;
+  TRY(EventCreate, &layers->began, CU_EVENT_DISABLE_TIMING_);
+  for (uint32_t k = 0; k < layers->count; k++) TRY(EventCreate, &layers->arrived[k], CU_EVENT_DISABLE_TIMING_);
+  TRY(EventRecord, layers->began, stream);
+  return MARU_OK;
+}
+
+int maru_cuda_layers_open(struct maru_cuda *cuda, uint32_t count, uint64_t stream, struct maru_layers **out, char *text,
+                          size_t room) {
+  if (!cuda || !out) return MARU_E_NULL;
+  *out = NULL;
+  if (!count) return MARU_E_ARGUMENT;
+  struct maru_layers *layers = calloc(1, sizeof *layers);
+  CUhandle_ *arrived = calloc(count, sizeof *arrived);
+  if (!layers || !arrived) {
+    free(layers), free(arrived);
+    return MARU_E_MEMORY;
+  }
+  layers->cuda = cuda, layers->arrived = arrived, layers->count = count;
+  pthread_mutex_init(&layers->lock, NULL);
+  pthread_cond_init(&layers->changed, NULL);
+  struct entered before = enter(cuda);
+  int status = make_events(layers, (CUhandle_)(uintptr_t)stream, text, room);
+  leave(cuda, before);
+  if (status)
+    maru_cuda_layers_close(layers);
+  else
+    *out = layers;
+  return status;
+}
+
+void maru_cuda_layers_close(struct maru_layers *layers) {
+  if (!layers) return;
+  const struct maru_driver *driver = &layers->cuda->driver;
+  struct entered before = enter(layers->cuda);
+  for (uint32_t k = 0; k < layers->count; k++)
+    if (layers->arrived[k]) driver->EventDestroy(layers->arrived[k]);
+  if (layers->began) driver->EventDestroy(layers->began);
+  leave(layers->cuda, before);
+  pthread_cond_destroy(&layers->changed);
+  pthread_mutex_destroy(&layers->lock);
+  free(layers->arrived);
+  free(layers);
+}
+
+int maru_cuda_layers_cancel(struct maru_layers *layers) {
+  if (!layers) return MARU_E_NULL;
+  pthread_mutex_lock(&layers->lock);
+  layers->cancelled = 1;
+  pthread_mutex_unlock(&layers->lock);
+  return MARU_OK;
+}
+
+int maru_cuda_layers_error(struct maru_layers *layers, char *text, size_t room) {
+  if (!layers || !text || !room) return MARU_E_NULL;
+  pthread_mutex_lock(&layers->lock);
+  snprintf(text, room, "%s", layers->text);
+  pthread_mutex_unlock(&layers->lock);
+  return MARU_OK;
+}
+
+/* With the lock held: what the driver said is kept for every later call. */
+static int fail(struct maru_layers *layers, const char *call, int result) {
+  layers->status = explain(&layers->cuda->driver, layers->text, TEXT, call, result);
+  return layers->status;
+}
+
+int maru_cuda_wait_layer(struct maru_layers *layers, uint32_t layer, uint64_t stream) {
+  if (!layers) return MARU_E_NULL;
+  if (layer >= layers->count) return MARU_E_ARGUMENT;
+  pthread_mutex_lock(&layers->lock);
+  while (!layers->status && layers->submitted <= layer) pthread_cond_wait(&layers->changed, &layers->lock);
+  int status = layers->status;
+  pthread_mutex_unlock(&layers->lock);
+  if (status) return status;
+  /* Without the lock: a driver may block here for as long as the stream is full. */
+  struct entered before = enter(layers->cuda);
+  int result = layers->cuda->driver.StreamWaitEvent((CUhandle_)(uintptr_t)stream, layers->arrived[layer], 0);
+  leave(layers->cuda, before);
+  if (!result) return MARU_OK;
+  pthread_mutex_lock(&layers->lock);
+  status = fail(layers, "StreamWaitEvent", result);
+  pthread_mutex_unlock(&layers->lock);
+  return status;
+}
+
+int maru_cuda_layers_done(struct maru_layers *layers, uint32_t *submitted, uint32_t *done) {
+  if (!layers || !submitted || !done) return MARU_E_NULL;
+  pthread_mutex_lock(&layers->lock);
+  struct entered before = enter(layers->cuda);
+  while (!layers->status && layers->done < layers->submitted) {
+    int result = layers->cuda->driver.EventQuery(layers->arrived[layers->done]);
+    if (result == CU_ERROR_NOT_READY_) break;
+    if (result)
+      fail(layers, "EventQuery", result);
+    else
+      layers->done++;
+  }
+  leave(layers->cuda, before);
+  int status = layers->status;
+  *submitted = layers->submitted, *done = layers->done;
+  pthread_mutex_unlock(&layers->lock);
+  return status;
+}
+
 /* ---- Copies ----------------------------------------------------------------------------------------------------- */
 
 struct batch {
@@ -350,11 +493,70 @@ struct batch {
   size_t bytes[BATCH];
 };
 
+/* How many copies from number `i` on are rows of one copy of two dimensions: all as wide, at one distance on both sides,
+ * in one registration. */
+static size_t rows_from(const struct batch *batch, size_t i) {
+  const struct maru_job *job = &batch->pages->job;
+  const CUdeviceptr_ *host = job->direction == MARU_LOAD ? batch->sources : batch->targets;
+  size_t width = batch->bytes[i], rows = 1;
+  if (i + 1 == batch->count) return rows;
+  uint64_t target = batch->targets[i + 1] - batch->targets[i], source = batch->sources[i + 1] - batch->sources[i];
+  /* Below zero is above any pitch that the driver takes. */
+  if (target < width || source < width || target >= MOST_PITCH || source >= MOST_PITCH) return rows;
+  uint32_t next = maru_next_cut(job, host[i]);
+  uint64_t end = next < job->cut_count ? job->cuts[next] : UINT64_MAX;
+  for (size_t k = i + 1; k < batch->count; k++, rows++) {
+    if (batch->bytes[k] != width || host[k] + width > end) break;
+    if (batch->targets[k] - batch->targets[k - 1] != target || batch->sources[k] - batch->sources[k - 1] != source) break;
+  }
+  return rows;
+}
+
+static int copy_rows(const struct batch *batch, size_t i, size_t rows) {
+  struct maru_pages *pages = batch->pages;
+  const struct maru_driver *driver = &pages->cuda->driver;
+  char *text = pages->text;
+  const size_t room = TEXT;
+  int load = pages->job.direction == MARU_LOAD;
+  struct maru_copy_2d copy = {.width = batch->bytes[i], .height = rows};
+  copy.source_type = load ? CU_MEMORYTYPE_HOST_ : CU_MEMORYTYPE_DEVICE_;
+  copy.target_type = load ? CU_MEMORYTYPE_DEVICE_ : CU_MEMORYTYPE_HOST_;
+  if (load)
+    copy.source_host = (const void *)(uintptr_t)batch->sources[i], copy.target_device = batch->targets[i];
+  else
+    copy.source_device = batch->sources[i], copy.target_host = (void *)(uintptr_t)batch->targets[i];
+  copy.source_pitch = batch->sources[i + 1] - batch->sources[i];
+  copy.target_pitch = batch->targets[i + 1] - batch->targets[i];
+  TRY(Memcpy2DAsync, &copy, batch->lane);
+  return MARU_OK;
+}
+
+/* Make what lies at one distance one copy, so that a thread has fewer to submit; what is left stays in the batch. */
+static int fold(struct batch *batch) {
+  size_t least = batch->pages->job.fold, left = 0;
+  if (!least) return MARU_OK;
+  for (size_t i = 0; i < batch->count;) {
+    size_t rows = rows_from(batch, i);
+    if (rows > 1 && rows >= least) {
+      int status = copy_rows(batch, i, rows);
+      if (status) return status;
+      i += rows;
+      continue;
+    }
+    batch->targets[left] = batch->targets[i], batch->sources[left] = batch->sources[i];
+    batch->bytes[left++] = batch->bytes[i++];
+  }
+  batch->count = left;
+  return MARU_OK;
+}
+
 static int flush(struct batch *batch) {
   struct maru_pages *pages = batch->pages;
   const struct maru_driver *driver = &pages->cuda->driver;
   char *text = pages->text;
   const size_t room = TEXT;
+  int status = fold(batch);
+  if (status) return status;
   size_t count = batch->count, start = 0, failed = 0;
   struct maru_copy_attributes as = {.source_order = CU_SOURCE_ORDER_STREAM_};
   batch->count = 0;
@@ -370,8 +572,22 @@ static int flush(struct batch *batch) {
   return MARU_OK;
 }
 
+/* Whether a copy continues the one before on both sides; then it is added to that. */
+static int continues(struct batch *batch, uint64_t target, uint64_t source, uint64_t bytes) {
+  const struct maru_job *job = &batch->pages->job;
+  if (!batch->count) return 0;
+  size_t last = batch->count - 1;
+  uint64_t before = batch->bytes[last], host = job->direction == MARU_LOAD ? source : target;
+  if (batch->targets[last] + before != target || batch->sources[last] + before != source) return 0;
+  uint32_t next = maru_next_cut(job, host - 1);
+  if (next < job->cut_count && job->cuts[next] == host) return 0;
+  batch->bytes[last] += bytes;
+  return 1;
+}
+
 static int batch_take(struct maru_sink *sink, uint64_t target, uint64_t source, uint64_t bytes) {
   struct batch *batch = (struct batch *)sink;
+  if (continues(batch, target, source, bytes)) return MARU_OK;
   batch->targets[batch->count] = target, batch->sources[batch->count] = source;
   batch->bytes[batch->count++] = bytes;
   return batch->count < BATCH ? MARU_OK : flush(batch);
@@ -404,11 +620,11 @@ static int launch(struct maru_pages *pages, uint32_t slot, const struct maru_seg
   for (const struct maru_segment *s = first; s < last; s++, here++) {
     uint32_t begin = s->token / g->block_size, end = (s->token + s->tokens - 1) / g->block_size + 1;
     if (s->way == MARU_MAPPED)
-      here->packed = s->host, here->pitch = token * g->chunk_tokens;
+      here->packed = s->host, here->pitch = s->pitch;
     else
       here->packed = pages->staging + slot * pages->slot_bytes + s->offset, here->pitch = token * s->tokens;
     all |= here->packed | (s->rows > 1 ? here->pitch : 0);
-    here->row = s->row;
+    here->row = s->row, here->step = s->step;
     here->slot = s->token % g->block_size;
     here->tokens = maru_divisor_of(s->tokens);
     if (s > first && s->token == s[-1].token && s->tokens == s[-1].tokens) {
@@ -445,16 +661,19 @@ static int open_pages(struct maru_pages *pages, uint32_t slot) {
   const struct maru_driver *driver = &pages->cuda->driver;
   char *text = pages->text;
   const size_t room = TEXT;
-  if (pages->submitted < pages->slots) TRY(StreamWaitEvent, pages->lane[slot], pages->began, 0);
+  CUhandle_ began = pages->layers ? pages->layers->began : pages->began;
+  if (pages->submitted < pages->slots) TRY(StreamWaitEvent, pages->lane[slot], began, 0);
   return MARU_OK;
 }
 
-/* The slice has no more to do with pages; what comes last in each lane is what the caller's stream will wait for. */
+/* The slice has no more to do with pages; what comes last in each lane is what the caller's stream will wait for, and
+ * what comes last in each lane before a layer is complete what that layer's event comes after. */
 static int close_pages(struct maru_pages *pages, uint32_t slot) {
   const struct maru_driver *driver = &pages->cuda->driver;
   char *text = pages->text;
   const size_t room = TEXT;
-  if (pages->submitted + pages->slots >= pages->slices) TRY(EventRecord, pages->placed[slot], pages->lane[slot]);
+  if (pages->layers || pages->submitted + pages->slots >= pages->slices)
+    TRY(EventRecord, pages->placed[slot], pages->lane[slot]);
   return MARU_OK;
 }
 
@@ -521,6 +740,30 @@ static double now(void) {
   return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
+/* The slice that was submitted last, in `slot`, completes layers up to `layers`. Their events come behind it and, by way
+ * of this lane, behind the slices before it in the others; those have crossed before it did, so that waiting for their
+ * placement holds nobody up. */
+static int complete(struct maru_pages *pages, uint32_t slot, uint32_t layers) {
+  const struct maru_driver *driver = &pages->cuda->driver;
+  struct maru_layers *follow = pages->layers;
+  char *text = pages->text;
+  const size_t room = TEXT;
+  uint32_t done = follow->submitted; /* nobody else changes it */
+  if (done >= layers) return MARU_OK;
+  for (uint32_t k = 1; k < pages->slots && k < pages->submitted; k++)
+    TRY(StreamWaitEvent, pages->lane[slot], pages->placed[slot_of(pages, pages->submitted - 1 - k)], 0);
+  for (uint32_t layer = done; layer < layers; layer++) TRY(EventRecord, follow->arrived[layer], pages->lane[slot]);
+  tell(follow, layers, MARU_OK, NULL);
+  return MARU_OK;
+}
+
+static int go_on(struct maru_pages *pages) {
+  if (!pages->layers || !is_cancelled(pages->layers)) return MARU_OK;
+  snprintf(pages->text, TEXT, "the load was cancelled before layer %u of %u", pages->layers->submitted,
+           pages->layers->count);
+  return MARU_E_CANCELLED;
+}
+
 /* Sleep until a slice has crossed. */
 static int await(struct maru_pages *pages, uint32_t slice) {
   const struct maru_driver *driver = &pages->cuda->driver;
@@ -556,10 +799,11 @@ static int run(struct maru_pages *pages) {
   const size_t room = TEXT;
   CUhandle_ caller = (CUhandle_)(uintptr_t)job->stream;
   int status;
-  TRY(EventRecord, pages->began, caller);
+  if (!pages->layers) TRY(EventRecord, pages->began, caller);
   for (uint32_t i = 0; i < job->segment_count;) {
     uint32_t end = i + 1;
     while (end < job->segment_count && job->segments[end].slice == job->segments[i].slice) end++;
+    STEP(go_on(pages));
     if (pages->submitted - pages->retired >= job->window) STEP(retire(pages, job->window - job->burst));
     /* The CPU itself uses the slot's bounce buffer. */
     if (job->segments[i].way == MARU_BOUNCED) STEP(retire(pages, pages->slots - 1));
@@ -568,7 +812,13 @@ static int run(struct maru_pages *pages) {
     STEP(job->direction == MARU_LOAD ? load_slice(pages, slot, &job->segments[i], &job->segments[end])
                                      : store_slice(pages, slot, &job->segments[i], &job->segments[end]));
     pages->submitted++;
+    if (pages->layers) STEP(complete(pages, slot, job->segments[i].layers));
     i = end;
+  }
+  if (pages->layers) {
+    /* Layers of which there was nothing to move have events that were never recorded, which count as run. */
+    tell(pages->layers, pages->layers->count, MARU_OK, NULL);
+    return MARU_OK;
   }
   for (uint32_t k = 0; k < pages->slots && k < pages->submitted; k++)
     TRY(StreamWaitEvent, caller, pages->placed[slot_of(pages, pages->submitted - 1 - k)], 0);
@@ -585,20 +835,22 @@ static uint32_t count_slices(const struct maru_job *job) {
 /* Slices that were not waited for; a job must not take their slots. */
 static int is_idle(const struct maru_pages *pages) { return !pages->failed && pages->retired == pages->submitted; }
 
-static int check(const struct maru_pages *pages, const struct maru_job *job) {
+static int check(const struct maru_pages *pages, const struct maru_job *job, const struct maru_layers *layers) {
   if (!is_idle(pages) || !job->window || job->window > MOST_WINDOW || !job->burst || job->burst > job->window)
     return MARU_E_ARGUMENT;
   for (uint32_t i = 0; i < job->segment_count; i++) {
     uint32_t way = job->segments[i].way;
     if ((way == MARU_BOUNCED && !pages->bounce) || (way == MARU_MAPPED && !pages->cuda->info.maps_host))
       return MARU_E_ARGUMENT;
+    uint32_t before = i ? job->segments[i - 1].layers : 0;
+    if (layers && (job->segments[i].layers < before || job->segments[i].layers > layers->count)) return MARU_E_ARGUMENT;
   }
+  if (layers && (job->direction != MARU_LOAD || layers->count != pages->geometry.layers)) return MARU_E_ARGUMENT;
   return maru_check_job(&pages->geometry, job, pages->slot_bytes);
 }
 
-int maru_cuda_submit(struct maru_pages *pages, const struct maru_job *job) {
-  if (!pages || !job) return MARU_E_NULL;
-  int status = check(pages, job);
+static int submit(struct maru_pages *pages, const struct maru_job *job, struct maru_layers *layers) {
+  int status = check(pages, job, layers);
   if (status) {
     snprintf(pages->text, TEXT, "the job does not fit: %s",
              is_idle(pages) ? "a segment, a block or a limit is out of range" : "the one before was not waited for");
@@ -606,6 +858,7 @@ int maru_cuda_submit(struct maru_pages *pages, const struct maru_job *job) {
   }
   pages->text[0] = 0;
   pages->job = *job;
+  pages->layers = layers, pages->followed = layers != NULL;
   pages->first_slot = slot_of(pages, pages->submitted);
   pages->submitted = pages->retired = 0;
   pages->slices = count_slices(job);
@@ -616,6 +869,18 @@ int maru_cuda_submit(struct maru_pages *pages, const struct maru_job *job) {
   leave(pages->cuda, before);
   pages->issued = now() - began - pages->waited;
   pages->failed = status != MARU_OK;
+  pages->layers = NULL;
+  return status;
+}
+
+int maru_cuda_submit(struct maru_pages *pages, const struct maru_job *job) {
+  return pages && job ? submit(pages, job, NULL) : MARU_E_NULL;
+}
+
+int maru_cuda_submit_layers(struct maru_pages *pages, const struct maru_job *job, struct maru_layers *layers) {
+  if (!pages || !job || !layers) return MARU_E_NULL;
+  int status = submit(pages, job, layers);
+  if (status) tell(layers, 0, status, pages->text);
   return status;
 }
 
@@ -625,10 +890,20 @@ int maru_cuda_times(const struct maru_pages *pages, double *issued, double *wait
   return MARU_OK;
 }
 
+/* Wait for what comes last in each lane. */
+static int arrive(struct maru_pages *pages) {
+  const struct maru_driver *driver = &pages->cuda->driver;
+  char *text = pages->text;
+  const size_t room = TEXT;
+  for (uint32_t k = 0; k < pages->slots; k++) TRY(StreamSynchronize, pages->lane[k]);
+  return MARU_OK;
+}
+
 int maru_cuda_wait(struct maru_pages *pages) {
   if (!pages) return MARU_E_NULL;
   struct entered before = enter(pages->cuda);
   int status = pages->failed ? MARU_E_CUDA : retire(pages, 0);
+  if (!status && pages->followed) status = arrive(pages);
   if (status) {
     /* Also after an error nothing may touch pages or objects any more; a text is there already. */
     settle(pages);

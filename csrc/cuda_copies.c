@@ -45,10 +45,13 @@ static int check_segment(const struct maru_geometry *g, const struct maru_job *j
                          uint64_t slot_bytes) {
   uint64_t token = maru_token_bytes(g), first = s->token / g->block_size;
   if (!s->rows || !s->tokens || !s->host || s->way > MARU_MAPPED) return MARU_E_ARGUMENT;
-  if ((uint64_t)s->row + s->rows > (uint64_t)g->planes * g->layers || s->tokens > g->chunk_tokens) return MARU_E_ARGUMENT;
+  if (s->row + (uint64_t)(s->rows - 1) * s->step >= (uint64_t)g->planes * g->layers || s->tokens > g->chunk_tokens)
+    return MARU_E_ARGUMENT;
+  if (s->rows > 1 && (!s->step || s->pitch < token * s->tokens)) return MARU_E_ARGUMENT;
   if (first < job->first_place || first - job->first_place + places_of(g, s) > job->block_count) return MARU_E_ARGUMENT;
   if (s->way == MARU_DIRECT) {
-    for (uint32_t plane = s->row / g->layers; plane <= (s->row + s->rows - 1) / g->layers; plane++)
+    uint32_t last = (s->row + (s->rows - 1) * s->step) / g->layers;
+    for (uint32_t plane = s->row / g->layers; plane <= last; plane++)
       if (!is_plain(g, &g->plane[plane])) return MARU_E_ARGUMENT;
     return MARU_OK;
   }
@@ -79,12 +82,23 @@ int maru_check_job(const struct maru_geometry *g, const struct maru_job *job, ui
   return MARU_OK;
 }
 
+uint32_t maru_next_cut(const struct maru_job *job, uint64_t host) {
+  uint32_t low = 0, high = job->cut_count;
+  while (low < high) {
+    uint32_t middle = low + (high - low) / 2;
+    if (job->cuts[middle] > host)
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  return low;
+}
+
 /* One copy between host memory and the device, cut where the host's registrations meet. */
 static int take_cut(const struct maru_job *job, uint64_t host, uint64_t device, uint64_t bytes, struct maru_sink *sink) {
   uint64_t end = host + bytes;
-  for (uint32_t i = 0; host < end; i++) {
+  for (uint32_t i = maru_next_cut(job, host); host < end; i++) {
     uint64_t stop = i < job->cut_count ? job->cuts[i] : end;
-    if (stop <= host) continue;
     if (stop > end) stop = end;
     int status = job->direction == MARU_LOAD ? sink->take(sink, device, host, stop - host)
                                              : sink->take(sink, host, device, stop - host);
@@ -115,17 +129,17 @@ static int direct_row(const struct maru_geometry *g, uint64_t layer, const struc
 
 int maru_segment_copies(const struct maru_geometry *g, const uint64_t *layer_addresses, const struct maru_job *job,
                         const struct maru_segment *s, uint64_t slot, uint64_t bounce, struct maru_sink *sink) {
-  uint64_t pitch = row_bytes(g), packed = maru_token_bytes(g) * s->tokens;
+  uint64_t packed = maru_token_bytes(g) * s->tokens;
   int status = MARU_OK;
   if (s->way == MARU_BOUNCED) {
     uint64_t here = bounce + s->offset, there = slot + s->offset, bytes = packed * s->rows;
     return job->direction == MARU_LOAD ? sink->take(sink, there, here, bytes) : sink->take(sink, here, there, bytes);
   }
-  if (s->way == MARU_STAGED && packed == pitch)
+  if (s->way == MARU_STAGED && packed == s->pitch)
     return take_cut(job, s->host, slot + s->offset, packed * s->rows, sink);
   for (uint32_t row = 0; row < s->rows && !status; row++) {
-    uint32_t plane = (s->row + row) / g->layers, layer = (s->row + row) % g->layers;
-    uint64_t host = s->host + row * pitch;
+    uint32_t which = s->row + row * s->step, plane = which / g->layers, layer = which % g->layers;
+    uint64_t host = s->host + row * s->pitch;
     if (s->way == MARU_STAGED)
       status = take_cut(job, host, slot + s->offset + row * packed, packed, sink);
     else if (s->way == MARU_DIRECT)
@@ -135,7 +149,7 @@ int maru_segment_copies(const struct maru_geometry *g, const uint64_t *layer_add
 }
 
 void maru_segment_bounce(const struct maru_geometry *g, const struct maru_segment *s, uint64_t bounce, int to_bounce) {
-  uint64_t pitch = row_bytes(g), packed = maru_token_bytes(g) * s->tokens, rows = s->rows;
+  uint64_t pitch = s->pitch, packed = maru_token_bytes(g) * s->tokens, rows = s->rows;
   if (packed == pitch) packed *= rows, rows = 1;
   for (uint64_t row = 0; row < rows; row++) {
     char *object = (char *)(uintptr_t)(s->host + row * pitch);

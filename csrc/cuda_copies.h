@@ -16,6 +16,9 @@ uint64_t maru_token_bytes(const struct maru_geometry *geometry);
 int maru_check_geometry(const struct maru_geometry *geometry);
 int maru_check_job(const struct maru_geometry *geometry, const struct maru_job *job, uint64_t slot_bytes);
 
+/* The first of a job's cuts that lies behind `host`; the number of cuts when there is none. */
+uint32_t maru_next_cut(const struct maru_job *job, uint64_t host);
+
 /* Copies of one segment: between object and slot, between bounce buffer (at `host`, in place of the object) and slot, or
  * between object and pages. `slot`: where the slice's slot is. */
 int maru_segment_copies(const struct maru_geometry *geometry, const uint64_t *layer_addresses, const struct maru_job *job,

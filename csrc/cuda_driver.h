@@ -17,6 +17,23 @@ struct maru_copy_attributes {
   uint32_t flags;
 };
 
+/* CUDA_MEMCPY2D: `height` rows of `width` bytes. Of each side one of the three places is looked at, by type. */
+struct maru_copy_2d {
+  size_t source_x, source_y;
+  int32_t source_type; /* CU_MEMORYTYPE_HOST_ or CU_MEMORYTYPE_DEVICE_ */
+  const void *source_host;
+  CUdeviceptr_ source_device;
+  void *source_array;
+  size_t source_pitch;
+  size_t target_x, target_y;
+  int32_t target_type;
+  void *target_host;
+  CUdeviceptr_ target_device;
+  void *target_array;
+  size_t target_pitch;
+  size_t width, height;
+};
+
 /* X(member, symbol, arguments): cannot do without. */
 #define MARU_DRIVER_FUNCTIONS(X)                                                                                      \
   X(Init, "cuInit", (unsigned flags))                                                                                 \
@@ -40,7 +57,9 @@ struct maru_copy_attributes {
   X(EventDestroy, "cuEventDestroy_v2", (CUhandle_ event))                                                             \
   X(EventRecord, "cuEventRecord", (CUhandle_ event, CUhandle_ stream))                                                \
   X(EventSynchronize, "cuEventSynchronize", (CUhandle_ event))                                                        \
+  X(EventQuery, "cuEventQuery", (CUhandle_ event))                                                                    \
   X(MemcpyAsync, "cuMemcpyAsync", (CUdeviceptr_ target, CUdeviceptr_ source, size_t bytes, CUhandle_ stream))         \
+  X(Memcpy2DAsync, "cuMemcpy2DAsync_v2", (const struct maru_copy_2d *copy, CUhandle_ stream))                         \
   X(MemcpyHtoD, "cuMemcpyHtoD_v2", (CUdeviceptr_ target, const void *source, size_t bytes))                           \
   X(LaunchKernel, "cuLaunchKernel",                                                                                   \
     (CUhandle_ function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,                \
@@ -76,6 +95,8 @@ enum {
   CU_EVENT_DISABLE_TIMING_ = 2,
   CU_SOURCE_ORDER_STREAM_ = 1,
   CU_MEMORYTYPE_HOST_ = 1,
+  CU_MEMORYTYPE_DEVICE_ = 2,
+  CU_ERROR_NOT_READY_ = 600,
   CU_POINTER_MEMORY_TYPE_ = 2,
   CU_POINTER_RANGE_START_ = 11,
   CU_POINTER_RANGE_SIZE_ = 12,

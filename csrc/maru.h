@@ -62,6 +62,8 @@ enum maru_status {
   MARU_E_CUDA = -6,
   /* No memory for a few kilobytes. */
   MARU_E_MEMORY = -7,
+  /* It was cancelled. */
+  MARU_E_CANCELLED = -8,
 };
 
 /* Instructions that write lines back. All but CLWB and DC CVAC drop them as well. */
@@ -123,8 +125,13 @@ MARU_API const char *maru_status_text(int status);
  * Addresses are numbers; none is checked. Device addresses are what the driver and torch call pointers. Layouts are
  * described as maru_core/geometry.py does: by strides, so that no layout has a name here.
  *
- * One struct maru_cuda may be used by any number of threads, one struct maru_pages by one thread at a time. In a forked
- * child neither may be used, not even closed. */
+ * One struct maru_cuda may be used by any number of threads, one struct maru_pages by one thread at a time: calls on it
+ * must not overlap, whichever threads they come from. A struct maru_layers may be used by any number of threads at once,
+ * also while another one is within maru_cuda_submit_layers with it; only maru_cuda_layers_close must come when no other
+ * call on it is under way or will come. In a forked child none may be used, not even closed. */
+
+/* Raised as MARU_ABI_VERSION is, for the functions maru_cuda_* and what they take. */
+#define MARU_CUDA_ABI_VERSION 2
 
 /* Planes of a layer: K and V, or one. */
 #define MARU_PLANES 2
@@ -135,7 +142,8 @@ struct maru_plane {
   uint64_t offset, block, token, head, dim;
 };
 
-/* Pages of one engine rank, every layer alike, and the objects: [planes, layers, chunk_tokens, heads, head_size]. */
+/* Pages of one engine rank, every layer alike, and how many tokens an object has: rows of [chunk_tokens, heads, head_size],
+ * one per plane and layer that it holds. */
 struct maru_geometry {
   struct maru_plane plane[MARU_PLANES];
   uint32_t planes, layers, blocks, block_size, heads, head_size;
@@ -158,18 +166,24 @@ enum maru_way {
 
 enum maru_direction { MARU_LOAD = 0, MARU_STORE = 1 };
 
-/* Rows [row, row + rows) of an object, row = plane * layers + layer, and of each the tokens [token, token + tokens).
+/* Of one object the tokens [token, token + tokens) of `rows` rows: row, row + step, ..., row = plane * layers + layer.
  * Tokens are counted from the beginning of the request: token t is slot t % block_size of its block t / block_size. */
 struct maru_segment {
   /* Address of the object's first wanted byte: of `row`, of `token`. */
   uint64_t host;
   /* Bytes behind the beginning of the slice's slot, a multiple of 16; only for staged and bounced segments. */
   uint64_t offset;
-  uint32_t row, rows, token, tokens;
+  /* Bytes from one of these rows to the next in the object. All rows of an object that holds every layer follow each
+   * other; of one layer's rows there, or in an object that holds that layer only, `step` is the number of layers. */
+  uint64_t pitch;
+  uint32_t row, rows, step, token, tokens;
   /* Segments with one number are moved together. They follow each other and travel in one way. */
   uint32_t slice;
   /* enum maru_way. */
   uint32_t way;
+  /* So many layers, counted from the first, are complete when this segment's slice and all before it are: the same for a
+   * slice's segments, and never less than before. Only for maru_cuda_submit_layers. */
+  uint32_t layers;
 };
 
 /* What one maru_cuda_submit moves. All arrays must stay as they are until maru_cuda_wait has returned. */
@@ -177,7 +191,7 @@ struct maru_job {
   const struct maru_segment *segments;
   /* Blocks of the request from place `first_place` on; each below `geometry.blocks`. */
   const int32_t *blocks;
-  /* Addresses, ascending, at which no copy may cross: where one registration of host memory ends and another begins. */
+  /* Addresses, ascending, that no copy may cross: where one registration of host memory ends and another begins. */
   const uint64_t *cuts;
   uint32_t segment_count, block_count, first_place, cut_count;
   /* enum maru_direction. */
@@ -190,7 +204,9 @@ struct maru_job {
   uint32_t grid;
   /* 1: copies one by one, even where the driver takes them in batches. */
   uint32_t one_by_one;
-  uint32_t reserved;
+  /* So many copies of a slice, or more, that lie at one distance on both sides are made as one copy of two dimensions;
+   * 0: never. Copies that continue each other on both sides are always one. */
+  uint32_t fold;
   /* The caller's stream, a CUstream. */
   uint64_t stream;
 };
@@ -210,8 +226,10 @@ struct maru_cuda_info {
 
 struct maru_cuda;
 struct maru_pages;
+/* A load whose layers others follow. */
+struct maru_layers;
 
-/* MARU_ABI_VERSION of this library. */
+/* MARU_CUDA_ABI_VERSION of the library. */
 MARU_API uint32_t maru_cuda_abi_version(void);
 
 /* Open the driver (`library`, or NULL for libcuda.so.1) and device number `device` of those that this process sees.
@@ -248,8 +266,37 @@ MARU_API int maru_cuda_set_bounce(struct maru_pages *pages, uint64_t bounce);
  * MARU_E_ARGUMENT (nothing was started), MARU_E_CUDA, MARU_E_NULL. */
 MARU_API int maru_cuda_submit(struct maru_pages *pages, const struct maru_job *job);
 
-/* Wait until the host memory of the last job may be used again: read by a load, written by a store. After a failure
- * nothing is under way any more when this returns; what was moved is undefined. MARU_E_CUDA, MARU_E_NULL. */
+/* Get ready to follow a load of `layers` layers that will be submitted later: pages will be touched after what is on
+ * `stream`, a CUstream, now. `text` as in maru_cuda_open. MARU_E_ARGUMENT, MARU_E_CUDA, MARU_E_MEMORY, MARU_E_NULL. */
+MARU_API int maru_cuda_layers_open(struct maru_cuda *cuda, uint32_t layers, uint64_t stream, struct maru_layers **out,
+                                   char *text, size_t text_bytes);
+
+/* Give its events back. The load must not be under way. NULL is fine. */
+MARU_API void maru_cuda_layers_close(struct maru_layers *layers);
+
+/* maru_cuda_submit of a load whose segments are in order of layers. `layers` is told of every layer whose last slice was
+ * submitted, and has an event behind it that comes after the placement of all of the layer's bytes and of all before.
+ * The job's stream is not looked at and does not wait. One load per struct maru_layers. Between slices it is
+ * looked whether the load was cancelled: then MARU_E_CANCELLED, to be treated as a failure. */
+MARU_API int maru_cuda_submit_layers(struct maru_pages *pages, const struct maru_job *job, struct maru_layers *layers);
+
+/* Block until layer number `layer` is submitted, not until it has arrived; then what comes to `stream` waits for it.
+ * MARU_E_ARGUMENT: no such layer. MARU_E_CANCELLED or MARU_E_CUDA: it will not arrive. MARU_E_NULL. */
+MARU_API int maru_cuda_wait_layer(struct maru_layers *layers, uint32_t layer, uint64_t stream);
+
+/* How many layers have been submitted, and how many, counted from the first, have arrived. Does not block.
+ * MARU_E_CANCELLED or MARU_E_CUDA when the load failed. MARU_E_NULL. */
+MARU_API int maru_cuda_layers_done(struct maru_layers *layers, uint32_t *submitted, uint32_t *done);
+
+/* Submit no further slice. Also before the load is submitted. */
+MARU_API int maru_cuda_layers_cancel(struct maru_layers *layers);
+
+/* Why a call on `layers` failed, in at most `text_bytes` bytes with the zero behind. */
+MARU_API int maru_cuda_layers_error(struct maru_layers *layers, char *text, size_t text_bytes);
+
+/* Wait until the host memory of the last job may be used again: read by a load, written by a store. Of a load that was
+ * submitted by maru_cuda_submit_layers, wait until its pages are written, too. After a failure nothing is under way any
+ * more when this returns; what was moved is undefined. MARU_E_CUDA, MARU_E_NULL. */
 MARU_API int maru_cuda_wait(struct maru_pages *pages);
 
 /* Seconds that the last job took the calling thread: to issue it, and asleep until there was room or all had gone. */
@@ -292,7 +339,7 @@ struct maru_copy_job {
   uint64_t taken;
 };
 
-/* MARU_ABI_VERSION of this library. */
+/* MARU_CUDA_ABI_VERSION of the library. */
 MARU_API uint32_t maru_copy_abi_version(void);
 
 /* Copy the pieces of a job, or what other threads leave of them; all is copied once every thread that called has

@@ -17,8 +17,8 @@
 
 /* What one launch can take. Segments and the blocks that they need travel with the launch, as parameters, which end at
  * 4 KiB: there is no table on the device that somebody could overwrite too early. */
-#define MARU_PLACE_SEGMENTS 24
-#define MARU_PLACE_BLOCKS 640
+#define MARU_PLACE_SEGMENTS 32
+#define MARU_PLACE_BLOCKS 576
 /* Threads of a block, and vectors that each of them has in flight. */
 #define MARU_PLACE_THREADS 256
 #ifndef MARU_PLACE_UNROLL
@@ -41,10 +41,10 @@ struct maru_place_segment {
   uint64_t packed, pitch;
   /* Vectors of the segment; below 2^31. */
   uint32_t vectors;
-  /* First row, first slot within its block, and where in `blocks` the block of the first token is. */
-  uint32_t row, slot, block;
+  /* First row, from one row to the next, first slot within its block, and where in `blocks` the block of the first token
+   * is. */
+  uint32_t row, step, slot, block;
   struct maru_divisor tokens;
-  uint32_t reserved;
 };
 
 /* Parameters of a launch. */
@@ -83,7 +83,8 @@ MARU_BOTH void maru_place_at(const struct maru_place *p, const struct maru_place
                              const uint64_t *layer_addresses, uint32_t i, uint64_t *page, uint64_t *packed) {
   uint32_t line = maru_divide(i, p->token_vectors), x = i - line * p->token_vectors.divisor;
   uint32_t row = maru_divide(line, s->tokens), token = line - row * s->tokens.divisor;
-  uint32_t plane = maru_divide(s->row + row, p->layers), layer = s->row + row - plane * p->layers.divisor;
+  uint32_t which = s->row + row * s->step, plane = maru_divide(which, p->layers);
+  uint32_t layer = which - plane * p->layers.divisor;
   uint32_t place = maru_divide(s->slot + token, p->block_size), slot = s->slot + token - place * p->block_size.divisor;
   uint32_t head = maru_divide(x, p->head_vectors), vector = x - head * p->head_vectors.divisor;
   const struct maru_place_plane *at = &p->plane[plane];

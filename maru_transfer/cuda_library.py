@@ -18,9 +18,11 @@ from attrs import frozen
 from maru_core.errors import TransferError
 from maru_core.geometry import ObjectLayout, PagedLayout
 from maru_transfer import build_info
-from maru_transfer.abi import ABI_VERSION, geometry_of
+from maru_transfer.abi import geometry_of
 
 LIBRARY: Final = "libmaru_cuda.so"
+#: MARU_CUDA_ABI_VERSION of the header that this module was written for.
+ABI_VERSION: Final = 2
 REBUILD: Final = "install Maru again where nvcc can be found"
 
 #: enum maru_way.
@@ -28,20 +30,23 @@ STAGED, BOUNCED, DIRECT, MAPPED = range(4)
 #: enum maru_direction.
 LOAD, STORE = range(2)
 #: MARU_PLACE_SEGMENTS and MARU_PLACE_BLOCKS: what one launch takes.
-MOST_SEGMENTS: Final = 24
-MOST_BLOCKS: Final = 640
+MOST_SEGMENTS: Final = 32
+MOST_BLOCKS: Final = 576
 
 #: struct maru_segment.
 SEGMENT: Final = np.dtype(
     [
         ("host", "u8"),
         ("offset", "u8"),
+        ("pitch", "u8"),
         ("row", "u4"),
         ("rows", "u4"),
+        ("step", "u4"),
         ("token", "u4"),
         ("tokens", "u4"),
         ("slice", "u4"),
         ("way", "u4"),
+        ("layers", "u4"),
     ]
 )
 Array = np.ndarray[Any, Any]
@@ -67,7 +72,7 @@ class _Job(ctypes.Structure):
                 "burst",
                 "grid",
                 "one_by_one",
-                "reserved",
+                "fold",
             )
         ),
         ("stream", ctypes.c_uint64),
@@ -116,6 +121,7 @@ class Submission:
     burst: int = 1
     grid: int = 0
     one_by_one: bool = False
+    fold: int = 0
 
 
 class CudaLibrary:
@@ -153,6 +159,13 @@ class CudaLibrary:
         self.unbind = function("maru_cuda_unbind", None, pointer)
         self.set_bounce = function("maru_cuda_set_bounce", status, pointer, number)
         self.submit = function("maru_cuda_submit", status, pointer, pointer)
+        self.submit_layers = function("maru_cuda_submit_layers", status, pointer, pointer, pointer)
+        self.layers_open = function("maru_cuda_layers_open", status, pointer, count, number, pointer, text, size)
+        self.layers_close = function("maru_cuda_layers_close", None, pointer)
+        self.wait_layer = function("maru_cuda_wait_layer", status, pointer, count, number)
+        self.layers_done = function("maru_cuda_layers_done", status, pointer, pointer, pointer)
+        self.layers_cancel = function("maru_cuda_layers_cancel", status, pointer)
+        self.layers_error = function("maru_cuda_layers_error", status, pointer, text, size)
         self.wait = function("maru_cuda_wait", status, pointer)
         self.times = function("maru_cuda_times", status, pointer, pointer, pointer)
         self.error = function("maru_cuda_error", text, pointer)
@@ -245,6 +258,15 @@ class CudaDevice:
             raise TransferError(f"the kernels cannot be used on these pages: {reason}")
         return CudaPages(self._library, handle)
 
+    def follow(self, layers: int, stream: int) -> CudaLayers:
+        """Follow a load of so many layers, which touches pages after what is on ``stream`` now. TransferError."""
+        handle = ctypes.c_void_p()
+        text = ctypes.create_string_buffer(_TEXT)
+        status = self._library.layers_open(self._handle, layers, stream, ctypes.byref(handle), text, len(text))
+        if status:
+            raise TransferError(text.value.decode(errors="replace") or f"status {status} for {layers} layers")
+        return CudaLayers(self._library, handle)
+
     def close(self) -> None:
         """Let go of the device; everything that was bound to it is unbound before. Idempotent."""
         handle, self._handle = self._handle, ctypes.c_void_p()
@@ -263,8 +285,11 @@ class CudaPages:
         """Locked host memory as large as all slots."""
         self._library.set_bounce(self._handle, address)
 
-    def submit(self, job: Job, how: Submission, stream: int) -> None:
-        """Start a job; :meth:`wait` must follow, also when this raises TransferError."""
+    def submit(self, job: Job, how: Submission, stream: int, layers: CudaLayers | None = None) -> None:
+        """Start a job; :meth:`wait` must follow, also when this raises TransferError.
+
+        ``layers``: who follows it, in place of the stream.
+        """
         self._job = job
         raw = _Job(
             job.segments.ctypes.data,
@@ -279,10 +304,13 @@ class CudaPages:
             how.burst,
             how.grid,
             how.one_by_one,
-            0,
+            how.fold,
             stream,
         )
-        self._check(self._library.submit(self._handle, ctypes.byref(raw)))
+        if layers is None:
+            self._check(self._library.submit(self._handle, ctypes.byref(raw)))
+        else:
+            self._check(self._library.submit_layers(self._handle, ctypes.byref(raw), layers.handle))
 
     def wait(self) -> None:
         """Until the job's host memory may be used again. Raises TransferError."""
@@ -305,3 +333,36 @@ class CudaPages:
     def _check(self, status: int) -> None:
         if status:
             raise TransferError(self._library.error(self._handle).decode(errors="replace"))
+
+
+class CudaLayers:
+    """Events behind the layers of one load. Thread-safe; closed when no other call is under way or will come."""
+
+    def __init__(self, library: CudaLibrary, handle: ctypes.c_void_p) -> None:
+        self._library = library
+        self.handle = handle
+
+    def wait(self, layer: int, stream: int) -> None:
+        """Until the layer is submitted; what comes to ``stream`` waits for its bytes. Raises TransferError."""
+        self._check(self._library.wait_layer(self.handle, layer, stream))
+
+    def done(self) -> int:
+        """How many layers, from the first, have arrived. Does not block. Raises TransferError."""
+        submitted, done = ctypes.c_uint32(), ctypes.c_uint32()
+        self._check(self._library.layers_done(self.handle, ctypes.byref(submitted), ctypes.byref(done)))
+        return done.value
+
+    def cancel(self) -> None:
+        """Submit nothing more."""
+        self._library.layers_cancel(self.handle)
+
+    def close(self) -> None:
+        """Give the events back. Idempotent."""
+        handle, self.handle = self.handle, ctypes.c_void_p()
+        self._library.layers_close(handle)
+
+    def _check(self, status: int) -> None:
+        if status:
+            text = ctypes.create_string_buffer(_TEXT)
+            self._library.layers_error(self.handle, text, len(text))
+            raise TransferError(text.value.decode(errors="replace") or f"status {status}")

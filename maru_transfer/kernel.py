@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from attrs import field, frozen
 
@@ -39,7 +39,8 @@ class Tuning:
     ``slots`` of at most ``slot_bytes`` make the staging memory (less for small objects); somebody else's copy waits for
     all of them but one. At most ``window`` slices are submitted at a time, and ``burst`` of them waited for at once.
     ``grid``: thread blocks of one launch. ``direct_bytes`` and ``mapped_bytes``: see maru_transfer.slices.Limits.
-    ``one_by_one``: no batches of copies.
+    ``one_by_one``: no batches of copies. ``fold``: so many copies at one distance, or more, are one copy of two
+    dimensions; 0: never.
     """
 
     slot_bytes: int = 32 << 20
@@ -50,6 +51,7 @@ class Tuning:
     direct_bytes: int = 2 << 20
     mapped_bytes: int = 4 << 20
     one_by_one: bool = False
+    fold: int = 3
 
 
 class Memory(Protocol):
@@ -87,10 +89,11 @@ class KernelTransfer:
         self._memory = memory
         self._layers: Sequence[Any] = layers
         token = stored.hidden * stored.element_size
-        wanted = min(tuning.slot_bytes, max(stored.nbytes, _LEAST_SLOT))
+        chunk = stored.nbytes * (paged.num_layers // stored.num_layers)
+        wanted = min(tuning.slot_bytes, max(chunk, _LEAST_SLOT))
         self._slot_bytes = -(-max(wanted, token) // 256) * 256
         self._slots = tuning.slots
-        self._how = Submission(tuning.window, tuning.burst, tuning.grid, tuning.one_by_one)
+        self._how = Submission(tuning.window, tuning.burst, tuning.grid, tuning.one_by_one, tuning.fold)
         mapped = tuning.mapped_bytes if device.info.maps_host else -1
         self._slicer = Slicer(paged, stored, Limits(self._slot_bytes, tuning.direct_bytes, mapped))
         self._pinned: Any = None
@@ -144,7 +147,9 @@ class KernelTransfer:
             self._pages.wait()
             del held
 
-    def _plan(self, direction: int, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> tuple[Any, Job]:
+    def _plan(
+        self, direction: int, block_ids: Sequence[int], copies: Sequence[ChunkCopy], *, by_layer: bool = False
+    ) -> tuple[Any, Job]:
         """What holds the buffers' memory, and what is to be done."""
         from maru_transfer import slices
 
@@ -159,21 +164,27 @@ class KernelTransfer:
             raise TransferError(f"a buffer cannot be used: {error}") from error
         # What is registered now may not be any more when the next call comes.
         spans = _asking(self._device) if self._pinned is None else _told(self._pinned)
-        return held, self._slicer.job(direction, block_ids, copies, addresses, spans)
+        return held, self._slicer.job(direction, block_ids, copies, addresses, spans, by_layer=by_layer)
 
     def _submit(self, job: Job) -> None:
         """Start a job: returns when its last slice is under way. ``self._pages.wait()`` ends it."""
+        if self._lacks_bounce(job):
+            self._take_bounce()
+        self._pages.submit(job, self._how, self._memory.stream())
+
+    def _lacks_bounce(self, job: Job) -> bool:
         from maru_transfer.cuda_library import BOUNCED
 
-        if self._bounce is None and (job.segments["way"] == BOUNCED).any():
-            nbytes = self._slots * self._slot_bytes
-            try:
-                self._bounce, address = self._memory.locked(nbytes)
-            except RuntimeError as error:
-                raise TransferError(f"no {nbytes} bytes of locked memory: {error}") from error
-            self.locked_bytes = nbytes
-            self._pages.set_bounce(address)
-        self._pages.submit(job, self._how, self._memory.stream())
+        return self._bounce is None and bool((job.segments["way"] == BOUNCED).any())
+
+    def _take_bounce(self) -> None:
+        nbytes = self._slots * self._slot_bytes
+        try:
+            self._bounce, address = self._memory.locked(nbytes)
+        except RuntimeError as error:
+            raise TransferError(f"no {nbytes} bytes of locked memory: {error}") from error
+        self.locked_bytes = nbytes
+        self._pages.set_bounce(address)
 
 
 @frozen
@@ -186,6 +197,7 @@ class KernelEngine:
     tuning: Tuning = field(factory=Tuning)
     library: Path | None = None
     driver: str | None = None
+    transfer: ClassVar[type[KernelTransfer]] = KernelTransfer
 
     @property
     def name(self) -> str:
@@ -221,8 +233,6 @@ class KernelEngine:
             return f"elements of {paged.element_size} bytes; the kernels move 1, 2, 4 or 8"
         if len(paged.planes) > _MOST_PLANES:
             return f"{len(paged.planes)} planes; the kernels move 1 or 2"
-        if stored.num_layers != paged.num_layers:
-            return f"layerwise objects; this engine moves objects that hold all {paged.num_layers} layers"
         return mismatch(paged, stored)
 
     def open(self, layers: Sequence[Any], paged: PagedLayout, stored: ObjectLayout) -> Transfer:
@@ -240,7 +250,7 @@ class KernelEngine:
             raise TransferError(problem)
         device = self._open(library, layers[0].device.index)
         try:
-            return KernelTransfer(device, _TorchMemory(layers[0].device), layers, paged, stored, self.tuning)
+            return self.transfer(device, TorchMemory(layers[0].device), layers, paged, stored, self.tuning)
         except BaseException:
             device.close()
             raise
@@ -259,7 +269,7 @@ class KernelEngine:
 
 
 @frozen
-class _TorchMemory:
+class TorchMemory:
     """Implements :class:`Memory` by torch's allocators."""
 
     device: Any

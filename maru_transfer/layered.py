@@ -24,6 +24,23 @@ class Arrival(Protocol):
         """What the calling thread's current stream runs later comes behind it."""
 
 
+class SameProcess:
+    """Made in one process, tells another one that was forked from it: threads and devices are not there."""
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+
+    @property
+    def here(self) -> bool:
+        """Whether this is still the process."""
+        return os.getpid() == self._owner
+
+    def check(self) -> None:
+        """Raises TransferError when it is not."""
+        if not self.here:
+            raise TransferError("this transfer, or load, belongs to the process that this one was forked from")
+
+
 class Arrived:
     """Implements :class:`Arrival` for what was done when it was submitted."""
 
@@ -49,7 +66,7 @@ class SteppedLoad:
         self._cancelled = False
         self._ended = False
         self._error: BaseException | None = None
-        self._owner = os.getpid()
+        self._process = SameProcess()
 
     def run(self) -> None:
         """Move all layers. Raises nothing: errors are told by the other methods."""
@@ -74,7 +91,7 @@ class SteppedLoad:
 
     def layers_done(self) -> int:
         """See :class:`maru_core.contracts.LayeredLoad`; so are the others."""
-        self._check_process()
+        self._process.check()
         with self._changed:
             self._raise()
             while self._done < len(self._arrivals) and (self._ended or self._arrivals[self._done].query()):
@@ -83,7 +100,7 @@ class SteppedLoad:
 
     def wait_layer(self, layer: int) -> None:
         """Blocks until the layer is submitted."""
-        self._check_process()
+        self._process.check()
         if not 0 <= layer < self._layers:
             raise TransferError(f"layer {layer} is none of the {self._layers} that this load moves")
         with self._changed:
@@ -96,7 +113,7 @@ class SteppedLoad:
 
     def finish(self) -> None:
         """Blocks until :meth:`run` has ended."""
-        self._check_process()
+        self._process.check()
         with self._changed:
             self._changed.wait_for(lambda: self._ended)
             self._raise()
@@ -110,11 +127,6 @@ class SteppedLoad:
             raise TransferError(str(self._error)) from self._error
         if self._error is not None:
             raise TransferError(f"the load failed: {self._error!r}") from self._error
-
-    def _check_process(self) -> None:
-        # The thread that works on it is in the parent, and so is the device.
-        if os.getpid() != self._owner:
-            raise TransferError("this load was begun by the process that this one was forked from")
 
 
 class Runs(Protocol):
@@ -138,12 +150,11 @@ class LoadThread:
         self._initializer = initializer
         self._pool: ThreadPoolExecutor | None = None
         self._loads: list[tuple[Runs, threading.Event]] = []
-        self._owner = os.getpid()
+        self._process = SameProcess()
 
     def start(self, load: Runs) -> None:
         """Run ``load`` behind those that were started before. Raises TransferError in a forked child."""
-        if os.getpid() != self._owner:
-            raise TransferError("this transfer belongs to the process that this one was forked from")
+        self._process.check()
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "maru-layers", initializer=self._initializer)
         ended = threading.Event()
@@ -153,7 +164,7 @@ class LoadThread:
 
     def settle(self) -> None:
         """Block until every load that was started has ended; who holds it hears of its errors."""
-        if os.getpid() != self._owner:
+        if not self._process.here:
             return
         for _, ended in self._loads:
             ended.wait()
@@ -161,7 +172,7 @@ class LoadThread:
 
     def close(self) -> None:
         """Cancel what runs or waits, and end the thread. Idempotent; does nothing in a forked child."""
-        if os.getpid() != self._owner:
+        if not self._process.here:
             return
         for load, _ in self._loads:
             load.cancel()

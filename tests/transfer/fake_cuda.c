@@ -3,8 +3,9 @@
  *
  *   cc -shared -fPIC -I csrc [-DBATCH=12|13] tests/transfer/fake_cuda.c -o libfake_cuda.so
  *
- * Kernels run place.h on the host. One thread only.
+ * Kernels run place.h on the host. Threads take turns, call by call.
  */
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -43,11 +44,23 @@ static struct {
 } ranges[MOST];
 static int range_count;
 static uint64_t state = 1;
-static uint64_t counts[8]; /* copies, launches, batches, waits of the CPU, bytes copied, most bytes under way, errors */
+static uint64_t counts[8]; /* copies, launches, batches, waits of the CPU, bytes copied, most bytes under way, errors, folded copies */
 static uint64_t under_way;
 static char fail_name[64];
 static int fail_after = -1;
 static int kernels[2][5]; /* store, width */
+
+/* Held until the end of the function. */
+static pthread_mutex_t lock;
+__attribute__((constructor)) static void make_lock(void) {
+  pthread_mutexattr_t kind;
+  pthread_mutexattr_init(&kind);
+  pthread_mutexattr_settype(&kind, PTHREAD_MUTEX_RECURSIVE);
+  pthread_mutex_init(&lock, &kind);
+}
+static pthread_mutex_t *take(void) { return pthread_mutex_lock(&lock), &lock; }
+static void let_go(pthread_mutex_t **held) { pthread_mutex_unlock(*held); }
+#define LOCKED __attribute__((cleanup(let_go))) pthread_mutex_t *held = take()
 
 static uint32_t dice(uint32_t sides) {
   state = state * 6364136223846793005u + 1442695040888963407u;
@@ -124,18 +137,22 @@ static struct op *push(CUhandle_ stream, enum op_kind kind) {
 /* ---- Hooks for tests -------------------------------------------------------------------------------------------- */
 
 API void fake_reset(uint64_t seed) {
+  LOCKED;
   while (step_any()) continue;
   state = seed * 2 + 1, range_count = 0, fail_after = -1, under_way = 0;
   memset(counts, 0, sizeof counts);
 }
 API void fake_register(uint64_t start, uint64_t bytes) {
+  LOCKED;
   ranges[range_count].start = start, ranges[range_count++].bytes = bytes;
 }
 API void fake_fill(CUhandle_ stream, uint64_t target, uint64_t bytes, int value) {
+  LOCKED;
   struct op *op = push(stream, FILL);
   op->target = target, op->bytes = bytes, op->source = value;
 }
 API void fake_copy(CUhandle_ stream, uint64_t target, uint64_t source, uint64_t bytes) {
+  LOCKED;
   struct op *op = push(stream, COPY);
   op->target = target, op->source = source, op->bytes = bytes, under_way += bytes;
 }
@@ -143,8 +160,12 @@ API void fake_fail(const char *name, int after) {
   strncpy(fail_name, name, sizeof fail_name - 1);
   fail_after = after;
 }
-API void fake_counts(uint64_t *out) { memcpy(out, counts, sizeof counts); }
+API void fake_counts(uint64_t *out) {
+  LOCKED;
+  memcpy(out, counts, sizeof counts);
+}
 API void fake_drain(void) {
+  LOCKED;
   while (step_any()) continue;
 }
 API int fake_streams(void) {
@@ -187,19 +208,25 @@ API int cuModuleGetFunction(CUhandle_ *function, CUhandle_ module, const char *n
   return UNKNOWN_FUNCTION;
 }
 API int cuStreamCreateWithPriority(CUhandle_ *stream, unsigned flags, int priority) {
+  LOCKED;
   (void)priority;
   if (flags != CU_STREAM_NON_BLOCKING_ || fails("cuStreamCreateWithPriority")) return INVALID;
   for (int i = 1; i < MOST; i++)
     if (!streams[i].used) return streams[i].used = 1, *stream = &streams[i], 0;
   return INVALID;
 }
-API int cuStreamDestroy_v2(CUhandle_ stream) { return stream_of(stream)->used = 0, 0; }
+API int cuStreamDestroy_v2(CUhandle_ stream) {
+  LOCKED;
+  return stream_of(stream)->used = 0, 0;
+}
 API int cuStreamSynchronize(CUhandle_ stream) {
+  LOCKED;
   while (stream_of(stream)->head)
     if (!step_any()) return NOT_READY;
   return 0;
 }
 API int cuStreamWaitEvent(CUhandle_ stream, CUhandle_ event, unsigned flags) {
+  LOCKED;
   (void)flags;
   if (fails("cuStreamWaitEvent")) return 999;
   struct op *op = push(stream, WAIT);
@@ -213,18 +240,28 @@ API int cuEventCreate(CUhandle_ *event, unsigned flags) {
 }
 API int cuEventDestroy_v2(CUhandle_ event) { return !event; } /* kept: a stream may still wait for it */
 API int cuEventRecord(CUhandle_ event, CUhandle_ stream) {
+  LOCKED;
   if (fails("cuEventRecord")) return 999;
   struct op *op = push(stream, RECORD);
   op->event = event, op->ticket = ++op->event->recorded;
   return 0;
 }
 API int cuEventSynchronize(CUhandle_ handle) {
+  LOCKED;
   struct event *event = handle;
   counts[3]++;
   if (fails("cuEventSynchronize")) return 700;
   while (event->completed < event->recorded)
     if (!step_any()) return NOT_READY;
   return 0;
+}
+
+API int cuEventQuery(CUhandle_ handle) {
+  LOCKED;
+  struct event *event = handle;
+  if (fails("cuEventQuery")) return 700;
+  idle();
+  return event->completed < event->recorded ? NOT_READY : 0;
 }
 
 /* Registered memory is copied within one registration, as drivers want it. */
@@ -235,7 +272,27 @@ static int crosses(uint64_t start, uint64_t bytes) {
   }
   return 0;
 }
+/* Rows of one copy run one after another, and others in between. */
+API int cuMemcpy2DAsync_v2(const struct maru_copy_2d *copy, CUhandle_ stream) {
+  LOCKED;
+  int load = copy->source_type == CU_MEMORYTYPE_HOST_;
+  if (fails("cuMemcpy2DAsync")) return 719;
+  if (copy->source_x | copy->source_y | copy->target_x | copy->target_y || !copy->width || copy->height < 2) return INVALID;
+  if (copy->source_pitch < copy->width || copy->target_pitch < copy->width) return INVALID;
+  if (copy->target_type != (load ? CU_MEMORYTYPE_DEVICE_ : CU_MEMORYTYPE_HOST_)) return INVALID;
+  uint64_t source = load ? (uint64_t)(uintptr_t)copy->source_host : copy->source_device;
+  uint64_t target = load ? copy->target_device : (uint64_t)(uintptr_t)copy->target_host;
+  if (crosses(source, copy->source_pitch * (copy->height - 1) + copy->width)) return INVALID;
+  if (crosses(target, copy->target_pitch * (copy->height - 1) + copy->width)) return INVALID;
+  for (size_t row = 0; row < copy->height; row++)
+    fake_copy(stream, target + row * copy->target_pitch, source + row * copy->source_pitch, copy->width);
+  counts[0]++, counts[4] += copy->width * copy->height, counts[7]++;
+  if (under_way > counts[5]) counts[5] = under_way;
+  idle();
+  return 0;
+}
 API int cuMemcpyAsync(CUdeviceptr_ target, CUdeviceptr_ source, size_t bytes, CUhandle_ stream) {
+  LOCKED;
   if (fails("cuMemcpyAsync")) return 719;
   if (crosses(target, bytes) || crosses(source, bytes)) return INVALID;
   fake_copy(stream, target, source, bytes);
@@ -247,6 +304,7 @@ API int cuMemcpyAsync(CUdeviceptr_ target, CUdeviceptr_ source, size_t bytes, CU
 #if BATCH >= 12
 static int batch(CUdeviceptr_ *targets, CUdeviceptr_ *sources, size_t *bytes, size_t count,
                  struct maru_copy_attributes *as, size_t *starts, size_t kinds, CUhandle_ stream) {
+  LOCKED;
   if (fails("cuMemcpyBatchAsync")) return 719;
   if (!count || !stream || kinds != 1 || *starts || as->source_order != 1 || as->flags) return INVALID;
   for (size_t i = 0; i < count; i++) {
@@ -274,6 +332,7 @@ API int cuMemcpyHtoD_v2(CUdeviceptr_ target, const void *source, size_t bytes) {
 }
 API int cuLaunchKernel(CUhandle_ function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                        unsigned shared_bytes, CUhandle_ stream, void **parameters, void **extra) {
+  LOCKED;
   int index = (int)((int *)function - &kernels[0][0]);
   if (fails("cuLaunchKernel") || !gx || gy != 1 || gz != 1 || bx != MARU_PLACE_THREADS || by != 1 || bz != 1 ||
       shared_bytes || extra || ((struct maru_place *)parameters[0])->vector_bytes != 1u << index % 5)
@@ -285,6 +344,7 @@ API int cuLaunchKernel(CUhandle_ function, unsigned gx, unsigned gy, unsigned gz
   return 0;
 }
 API int cuPointerGetAttributes(unsigned count, int *attributes, void **data, CUdeviceptr_ at) {
+  LOCKED;
   for (unsigned n = 0; n < count; n++) {
     uint64_t value[3] = {0, 0, 0};
     for (int i = 0; i < range_count; i++)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import threading
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from maru_transfer.cuda_library import CudaDevice, CudaLibrary, load
 from maru_transfer.kernel import KernelTransfer, Tuning
@@ -24,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 SOURCES = ("cuda.c", "cuda_copies.c")
 #: What fake_counts fills, in this order.
-COUNTS = ("copies", "launches", "batches", "waits", "bytes", "most_under_way", "misaligned", "unused")
+COUNTS = ("copies", "launches", "batches", "waits", "bytes", "most_under_way", "misaligned", "folded")
 
 
 def compiler() -> str | None:
@@ -69,6 +70,7 @@ class FakeDriver:
         hooks.fake_fill.argtypes = (word, word, word, ctypes.c_int)
         hooks.fake_copy.argtypes = (word, word, word, word)
         hooks.fake_fail.argtypes = (ctypes.c_char_p, ctypes.c_int)
+        hooks.cuStreamDestroy_v2.argtypes = (word,)
         library = load(native or compile_native(folder))
         assert isinstance(library, CudaLibrary), library
         return cls(path, library, hooks)
@@ -76,8 +78,21 @@ class FakeDriver:
     def device(self) -> CudaDevice:
         return CudaDevice(self.native, 0, str(self.path))
 
-    def transfer(self, layers: Sequence[torch.Tensor], paged: Any, stored: Any, tuning: Tuning) -> KernelTransfer:
-        return KernelTransfer(self.device(), FakeMemory(self), layers, paged, stored, tuning)
+    def transfer(
+        self,
+        layers: Sequence[torch.Tensor],
+        paged: Any,
+        stored: Any,
+        tuning: Tuning,
+        kind: type[KernelTransfer] = KernelTransfer,
+        memory: FakeMemory | None = None,
+    ) -> KernelTransfer:
+        return kind(self.device(), memory or FakeMemory(self), layers, paged, stored, tuning)
+
+    def stream(self) -> int:
+        handle = ctypes.c_void_p()
+        assert self.hooks.cuStreamCreateWithPriority(ctypes.byref(handle), 1, 0) == 0
+        return handle.value or 0
 
     def counts(self) -> dict[str, int]:
         found = (ctypes.c_uint64 * 8)()
@@ -90,7 +105,8 @@ class FakeMemory:
     """Implements maru_transfer.kernel.Memory."""
 
     driver: FakeDriver
-    caller: int = 0
+    #: The current stream of threads, by their id; that of others is the default stream.
+    streams: dict[int, int] = field(factory=dict)
 
     def on_device(self, nbytes: int) -> tuple[Any, int]:
         raw = np.full(nbytes + 256, 0xDD, np.uint8)
@@ -102,7 +118,7 @@ class FakeMemory:
         return raw, address
 
     def stream(self) -> int:
-        return self.caller
+        return self.streams.get(threading.get_ident(), 0)
 
 
 def registered(driver: FakeDriver, buffer: memoryview, pieces: int = 1) -> memoryview:

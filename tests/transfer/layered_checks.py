@@ -23,11 +23,11 @@ def stored_as(engine: Engine, chunk_tokens: int, form: str) -> ObjectLayout:
 
 
 def objects_of(engine: Engine, case: Case, form: str, *, empty: bool = False) -> Iterator[tuple[Any, int | None, Any]]:
-    """(part, layer, array) of every object of a case: what the naive reader reads, or 0xAB throughout."""
+    """(part, layer, array) of every object of a case: what the naive reader reads, or what is in no object (0xAB)."""
     for part in case.parts:
         whole = engine.naive_object(case.block_ids, *part, case.chunk_tokens)
         if empty:
-            whole = np.frombuffer(b"\xab" * whole.nbytes, whole.dtype).reshape(whole.shape)
+            whole = np.full_like(whole, 0xAB)
         if form == "chunkwise":
             yield part, None, whole
         else:

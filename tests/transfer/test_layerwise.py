@@ -1,0 +1,530 @@
+"""The layerwise engine against the naive reader, on a fake driver that runs everything as late as it may."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+from cases import Case, cases
+from fake_device import ROOT, FakeDriver, FakeMemory, aligned, compile_native, compiler, registered
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from layered_checks import FORMATS, check_layered_load, copies_of, objects_of, pages_after, stored_as
+from paged_forms import FORMS, Engine, Size
+from test_kernel import TIGHT
+from test_torch_copy import layers_of
+
+from maru_core.contracts import LayeredLoad, LoadsByLayer
+from maru_core.errors import TransferError
+from maru_core.geometry import ChunkCopy
+from maru_transfer.kernel import Tuning
+from maru_transfer.layerwise import LayerwiseEngine, LayerwiseTransfer
+from maru_transfer.layerwise_plugin import maru_transfer_engines
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
+
+SIZE = Size(L=4, NB=9, BS=4, NH=2, HS=4)
+CASE = Case(SIZE, 8, [6, 2, 3, 5, 1, 4], [(0, 0, 8), (1, 8, 16), (2, 17, 23)])
+SOON = 10.0
+
+#: (tuning, pieces in which buffers are registered; 0: not at all)
+WAYS: dict[str, tuple[Tuning, int]] = {
+    "bounced": (evolve(TIGHT, slots=2, window=6, burst=4), 0),
+    "staged": (evolve(TIGHT, slots=2, window=8, burst=6), 1),
+    "staged in batches": (evolve(TIGHT, slots=3, slot_bytes=1 << 11, window=64, burst=1, fold=0), 1),
+    "folded across registrations": (evolve(TIGHT, slot_bytes=1 << 12, fold=2), 3),
+    "direct": (evolve(TIGHT, direct_bytes=1), 1),
+    "mapped": (evolve(TIGHT, mapped_bytes=1 << 40), 1),
+    "one slice": (evolve(TIGHT, slot_bytes=1 << 20, slots=1, window=1), 1),
+}
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory) -> FakeDriver:
+    return FakeDriver.build(tmp_path_factory.mktemp("layerwise"))
+
+
+@pytest.fixture(autouse=True)
+def _slices_of_one_layer(monkeypatch):
+    """As with the sizes of real models; how small layers share slices is for tests of the plan."""
+    monkeypatch.setattr("maru_transfer.flow.LEAST_SLICE", 1)
+
+
+def wrap(driver: FakeDriver, pieces: int, *, writable: bool = False) -> Callable[[Any], memoryview]:
+    def wrapped(array: Any) -> memoryview:
+        buffer = aligned(array.nbytes)
+        buffer[:] = array.tobytes()
+        if pieces:
+            registered(driver, buffer, pieces)
+        return buffer if writable else buffer.toreadonly()
+
+    return wrapped
+
+
+def opener(driver: FakeDriver, way: str, memory: FakeMemory | None = None) -> Callable[..., Any]:
+    def open_(layers, paged, stored) -> LayerwiseTransfer:
+        transfer = driver.transfer(layers, paged, stored, WAYS[way][0], LayerwiseTransfer, memory)
+        assert isinstance(transfer, LayerwiseTransfer)
+        return transfer
+
+    return open_
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=cases(), seed=st.integers(0, 1000))
+def test_bytes_are_those_that_the_naive_reader_reads(driver, way: str, name: str, form: str, case: Case, seed: int):
+    """Whole loads, layered loads and stores, objects in any order."""
+    driver.hooks.fake_reset(seed)
+    pieces = WAYS[way][1]
+    check_layered_load(opener(driver, way), layers_of, wrap(driver, pieces), name, case, form, seed)
+    source, target = case.engine(name, 3), case.engine(name, None)
+    stored = stored_as(source, case.chunk_tokens, form)
+    copies = copies_of(source, case, form, wrap(driver, pieces), shuffle=seed)
+    with closing(opener(driver, way)(layers_of(target), target.paged, stored)) as transfer:
+        transfer.load(case.block_ids, copies)
+    np.testing.assert_array_equal(target.memory, pages_after(case, name, source, range(case.size.L)))
+    make = wrap(driver, pieces, writable=True)
+    out = [ChunkCopy(*part, make(array), layer) for part, layer, array in objects_of(source, case, form, empty=True)]
+    with closing(opener(driver, way)(layers_of(source), source.paged, stored)) as transfer:
+        transfer.store(case.block_ids, out)
+    for copy, (_, _, array) in zip(out, objects_of(source, case, form), strict=True):
+        assert bytes(copy.buffer) == array.tobytes()
+    assert driver.counts()["misaligned"] == 0
+
+
+class Scene:
+    """A layered load of CASE whose end is held back until :meth:`let_end`, and a stream that others compute on."""
+
+    def __init__(
+        self,
+        driver: FakeDriver,
+        way: str,
+        form: str,
+        seed: int = 1,
+        name: str = "packed per head",
+        *,
+        held: bool = True,
+    ) -> None:
+        driver.hooks.fake_reset(seed)
+        self.driver = driver
+        self.memory = FakeMemory(driver)
+        self.name = "packed per head"
+        self.source, self.target = CASE.engine(self.name, 3), CASE.engine(self.name, None)
+        self.transfer = opener(driver, way, self.memory)(
+            layers_of(self.target), self.target.paged, stored_as(self.target, 8, form)
+        )
+        self.copies = copies_of(self.source, CASE, form, wrap(driver, WAYS[way][1]), shuffle=seed)
+        self.stream = driver.stream()
+        self._end = threading.Event()
+        if held:
+            wait = self.transfer._pages.wait
+            self.transfer._pages.wait = lambda: (self._end.wait(SOON), wait())[1]
+
+    def begin(self) -> LayeredLoad:
+        return self.transfer.begin_load(CASE.block_ids, self.copies)
+
+    def let_end(self) -> None:
+        self._end.set()
+
+    def on_stream(self, call: Callable[[], Any]) -> Any:
+        """Another thread, whose current stream is ``stream``."""
+        found: list[Any] = []
+
+        def run() -> None:
+            self.memory.streams[threading.get_ident()] = self.stream
+            try:
+                found.append(call())
+            except TransferError as error:
+                found.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(SOON)
+        assert not thread.is_alive(), "it blocks"
+        return found[0]
+
+    def snapshot(self) -> Any:
+        """What the stream will see of the pages."""
+        copy = np.zeros_like(self.target.memory)
+        memory = self.target.memory
+        self.driver.hooks.fake_copy(self.stream, copy.ctypes.data, memory.ctypes.data, memory.nbytes)
+        return copy
+
+    def layer(self, memory: Any, layer: int) -> list[bytes]:
+        """What pages hold of a layer, where the case has tokens."""
+        engine = Engine(self.target.form, SIZE, memory)
+        return [engine.naive_object(CASE.block_ids, *part, 8)[:, layer].tobytes() for part in CASE.parts]
+
+    def close(self) -> None:
+        self.let_end()
+        self.transfer.close()
+        self.driver.hooks.fake_drain()
+        self.driver.hooks.cuStreamDestroy_v2(self.stream)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10_000), order=st.permutations(range(SIZE.L)))
+def test_who_waits_for_a_layer_reads_it_and_nobody_waits_for_more(driver, way: str, form: str, seed: int, order):
+    """A stream reads each layer right behind the call, in any order, before and while later layers arrive."""
+    scene = Scene(driver, way, form, seed)
+    try:
+        load = scene.begin()
+        seen = {}
+        for layer in order:
+            assert scene.on_stream(lambda layer=layer: load.wait_layer(layer)) is None
+            seen[layer] = scene.snapshot()
+        scene.let_end()
+        load.finish()
+        driver.hooks.fake_drain()
+        for layer, memory in seen.items():
+            assert scene.layer(memory, layer) == scene.layer(scene.source.memory, layer), layer
+    finally:
+        scene.close()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10_000))
+def test_pages_are_written_after_what_the_callers_stream_had_to_do_with_them(driver, form: str, seed: int):
+    scene = Scene(driver, "staged in batches", form, seed)
+    try:
+        memory = scene.target.memory
+        before = np.zeros_like(memory)
+        driver.hooks.fake_fill(0, memory.ctypes.data, memory.nbytes, 0x77)
+        driver.hooks.fake_copy(0, before.ctypes.data, memory.ctypes.data, memory.nbytes)
+        load = scene.begin()
+        scene.let_end()
+        load.finish()
+        driver.hooks.fake_drain()
+        assert set(before.tobytes()) == {0x77}
+        for layer in range(SIZE.L):
+            assert scene.layer(memory, layer) == scene.layer(scene.source.memory, layer)
+    finally:
+        scene.close()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10_000))
+def test_layers_that_count_as_done_are_there(driver, form: str, seed: int):
+    scene = Scene(driver, "staged in batches", form, seed)
+    try:
+        load = scene.begin()
+        load.wait_layer(SIZE.L - 1)
+        done = -1
+        while done < SIZE.L:
+            found = load.layers_done()
+            assert found >= done
+            done = found
+            for layer in range(done):
+                assert scene.layer(scene.target.memory, layer) == scene.layer(scene.source.memory, layer)
+        assert driver.counts()["waits"] == 0, "it has blocked"
+        scene.let_end()
+        load.finish()
+        assert load.layers_done() == SIZE.L
+    finally:
+        scene.close()
+
+
+def test_waiting_blocks_until_the_layer_is_submitted_and_no_longer(driver):
+    """Also before the loader's thread has come to the load at all."""
+    scene = Scene(driver, "staged in batches", "chunkwise")
+    gate = threading.Event()
+    submit = scene.transfer._pages.submit
+    scene.transfer._pages.submit = lambda *arguments: (gate.wait(SOON), submit(*arguments))[1]
+    try:
+        load = scene.begin()
+        answers: list[Any] = []
+        thread = threading.Thread(target=lambda: answers.append(load.wait_layer(2)))
+        thread.start()
+        thread.join(0.05)
+        assert thread.is_alive(), "nothing was submitted"
+        assert load.layers_done() == 0
+        gate.set()
+        thread.join(SOON)
+        assert answers == [None]
+        # The end is still held back: nobody has waited for bytes.
+        assert driver.counts()["waits"] == 0
+        scene.let_end()
+        load.finish()
+        load.wait_layer(3)
+        assert load.layers_done() == SIZE.L
+    finally:
+        scene.close()
+
+
+def test_the_window_bounds_what_is_under_way_and_layers_follow_it(driver):
+    scene = Scene(driver, "staged", "chunkwise", held=False)
+    try:
+        assert isinstance(scene.transfer, LoadsByLayer)
+        loads = [scene.begin() for _ in range(3)]
+        for load in reversed(loads):
+            load.finish()
+            assert load.layers_done() == SIZE.L
+        assert driver.counts()["most_under_way"] <= 9 * TIGHT.slot_bytes
+    finally:
+        scene.close()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("call", "after"),
+    [
+        ("cuLaunchKernel", 0),
+        ("cuLaunchKernel", 5),
+        ("cuEventRecord", 9),
+        ("cuStreamWaitEvent", 7),
+        ("cuEventSynchronize", 0),
+    ],
+)
+def test_a_failure_in_the_middle_is_told_and_leaves_nothing_under_way(driver, form, call, after):
+    scene = Scene(driver, "staged", form, held=False)
+    try:
+        driver.hooks.fake_fail(call.encode(), after)
+        load = scene.begin()
+        error = scene.on_stream(lambda: load.wait_layer(SIZE.L - 1))
+        if call != "cuEventSynchronize":
+            assert "as the test wanted" in str(error)
+        for again in (load.finish, load.finish, load.layers_done, lambda: load.wait_layer(0)):
+            with pytest.raises(TransferError, match="as the test wanted"):
+                again()
+        held = scene.target.memory.copy()
+        driver.hooks.fake_drain()
+        np.testing.assert_array_equal(scene.target.memory, held)
+        driver.hooks.fake_fail(b"", -1)
+        scene.begin().finish()
+        np.testing.assert_array_equal(scene.target.memory, pages_after(CASE, scene.name, scene.source, range(SIZE.L)))
+    finally:
+        driver.hooks.fake_fail(b"", -1)
+        scene.close()
+
+
+def test_a_load_that_cannot_begin_leaves_no_events(driver):
+    scene = Scene(driver, "staged", "chunkwise", held=False)
+    try:
+        driver.hooks.fake_fail(b"cuEventRecord", 0)
+        with pytest.raises(TransferError, match="EventRecord failed: CUDA_ERROR_FAKE"):
+            scene.begin()
+        scene.begin().finish()
+    finally:
+        scene.close()
+
+
+def test_cancelling_between_slices_stops_what_waits(driver):
+    scene = Scene(driver, "staged", "chunkwise", held=False)
+    submit = scene.transfer._pages.submit
+    try:
+        load: Any = None
+        begun = threading.Event()
+
+        def cancelled(*arguments: Any) -> None:
+            begun.wait(SOON)
+            load.cancel()
+            submit(*arguments)
+
+        scene.transfer._pages.submit = cancelled
+        load = scene.begin()
+        begun.set()
+        for call in (lambda: load.wait_layer(3), load.finish, load.layers_done):
+            assert "the load was cancelled before layer 0 of 4" in str(scene.on_stream(call))
+        load.cancel()
+        assert (scene.target.memory == Engine.make(scene.name, SIZE, None).memory).all()
+        scene.transfer._pages.submit = submit
+        scene.transfer.load(CASE.block_ids, scene.copies)
+        np.testing.assert_array_equal(scene.target.memory, pages_after(CASE, scene.name, scene.source, range(SIZE.L)))
+    finally:
+        scene.close()
+
+
+def test_closing_cancels_and_gives_everything_back(driver):
+    before = set(threading.enumerate())
+    scene = Scene(driver, "staged", "chunkwise", held=False)
+    gate = threading.Event()
+    submit = scene.transfer._pages.submit
+    scene.transfer._pages.submit = lambda *arguments: (gate.wait(SOON), submit(*arguments))[1]
+    first, second = scene.begin(), scene.begin()
+    closer = threading.Thread(target=scene.transfer.close)
+    closer.start()
+    closer.join(0.05)
+    assert closer.is_alive()
+    gate.set()
+    closer.join(SOON)
+    for load in (first, second):
+        with pytest.raises(TransferError, match="cancelled before layer 0"):
+            load.finish()
+    with pytest.raises(TransferError, match="closed"):
+        scene.begin()
+    assert (scene.transfer.staging_bytes, scene.transfer.locked_bytes) == (0, 0)
+    scene.close()
+    assert driver.hooks.fake_streams() == 0
+    assert set(threading.enumerate()) == before
+
+
+def test_a_forked_child_is_told(driver):
+    scene = Scene(driver, "staged in batches", "chunkwise")
+    try:
+        load = scene.begin()
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            said = 0
+            for call in (load.finish, load.layers_done, load.cancel, lambda: load.wait_layer(0)):
+                try:
+                    call()
+                except TransferError as error:
+                    said += "forked" in str(error)
+            os.write(write, bytes([said]))
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read, "rb") as answer:
+            assert answer.read() == b"\x04"
+        os.waitpid(child, 0)
+    finally:
+        scene.close()
+
+
+def test_what_makes_no_sense_is_refused_before_anything_begins(driver):
+    scene = Scene(driver, "staged", "layerwise", held=False)
+    try:
+        buffer = aligned(stored_as(scene.source, 8, "layerwise").nbytes)
+        for layer, culprit in ((None, "names no layer"), (SIZE.L, "names layer 4"), (-1, "names layer -1")):
+            with pytest.raises(TransferError, match=culprit):
+                scene.transfer.begin_load([1, 2], [ChunkCopy(0, 0, 8, buffer, layer)])
+        load = scene.transfer.begin_load([], [])
+        load.wait_layer(0)
+        with pytest.raises(TransferError, match="layer 4 is none of the 4"):
+            load.wait_layer(4)
+        load.finish()
+        some = [copy for copy in scene.copies if copy.layer in (0, 2)]
+        load = scene.transfer.begin_load(CASE.block_ids, some)
+        load.wait_layer(3)
+        load.finish()
+        np.testing.assert_array_equal(scene.target.memory, pages_after(CASE, scene.name, scene.source, [0, 2]))
+    finally:
+        scene.close()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("gap", [False, True])
+def test_objects_in_a_row_are_one_copy_unless_registrations_meet(driver, form: str, gap: bool):
+    check_folding(driver, form, gap=gap)
+
+
+def check_folding(driver: FakeDriver, form: str, *, gap: bool) -> None:
+    """Chunks that follow each other, registered two by two; with a gap, two of them are not registered."""
+    case = Case(SIZE, 4, [6, 2, 3, 5, 1, 4], [(chunk, 4 * chunk, 4 * chunk + 4) for chunk in range(6)])
+    source, target = case.engine("packed per head", 3), case.engine("packed per head", None)
+    driver.hooks.fake_reset(1)
+    objects = list(objects_of(source, case, form))
+    nbytes = objects[0][2].nbytes
+    whole = aligned(nbytes * len(objects))
+    whole[:] = b"".join(array.tobytes() for _, _, array in objects)
+    buffers = [whole[first : first + nbytes] for first in range(0, len(whole), nbytes)]
+    for first in range(0, len(whole), len(whole) // 3):
+        if first or not gap:
+            registered(driver, whole[first : first + len(whole) // 3])
+    copies = [ChunkCopy(*part, b, layer) for (part, layer, _), b in zip(objects, buffers, strict=True)]
+    tuning = evolve(TIGHT, slot_bytes=1 << 14, fold=2)
+    stored = stored_as(target, 4, form)
+    with closing(driver.transfer(layers_of(target), target.paged, stored, tuning, LayerwiseTransfer)) as transfer:
+        transfer.begin_load(case.block_ids, copies).finish()
+        folded = driver.counts()["folded"]
+        transfer.load(case.block_ids, copies)
+    # In doubt about one registration, none of two objects are folded, and one has no rows apart if it holds a layer.
+    assert folded > 0 or (gap and form == "layerwise")
+    np.testing.assert_array_equal(target.memory, pages_after(case, "packed per head", source, range(SIZE.L)))
+
+
+#: What is changed where, and what that breaks.
+MUTATIONS = {
+    "an end before the pages are written": (
+        "cuda.c",
+        "if (!status && pages->followed) status = arrive(pages);",
+        "(void)arrive;",
+    ),
+    "a layer's event before its last slice": (
+        "cuda.c",
+        "STEP(complete(pages, slot, job->segments[i].layers));",
+        "STEP(complete(pages, slot, job->segments[i].layers + (job->segments[i].layers < pages->layers->count)));",
+    ),
+    "a wait for the layer before": (
+        "cuda.c",
+        "layers->arrived[layer], 0);\n  leave",
+        "layers->arrived[layer - !!layer], 0);\n  leave",
+    ),
+    "no wait for slices in other lanes": (
+        "cuda.c",
+        "TRY(StreamWaitEvent, pages->lane[slot], pages->placed[slot_of(pages, pages->submitted - 1 - k)], 0);",
+        "(void)k;",
+    ),
+    "no order after the caller's stream": ("cuda.c", "TRY(EventRecord, layers->began, stream);", "(void)stream;"),
+    "the event before the placement": (
+        "cuda.c",
+        "if (pages->layers || pages->submitted + pages->slots >= pages->slices)",
+        "if (pages->submitted + pages->slots >= pages->slices)",
+    ),
+    "layers done that are only submitted": ("cuda.c", "if (result == CU_ERROR_NOT_READY_) break;", "result = 0;"),
+    "the next row for the next plane": ("place.h", "s->row + row * s->step", "s->row + row"),
+    "the next row of the object": ("cuda_copies.c", "s->host + row * s->pitch;", "s->host + row * row_bytes(g);"),
+    "a folded copy across registrations": ("cuda.c", "|| host[k] + width > end) break;", ") break;\n    (void)end;"),
+    "one pitch for both sides": (
+        "cuda.c",
+        "copy.target_pitch = batch->targets[i + 1] - batch->targets[i];",
+        "copy.target_pitch = copy.source_pitch;",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_mistake_in_the_native_code_is_caught(tmp_path, mutation):
+    """The tests above bite: each of these makes at least one of them fail."""
+    name, right, wrong = MUTATIONS[mutation]
+    sources = tmp_path / "csrc"
+    shutil.copytree(ROOT / "csrc", sources)
+    text = (sources / name).read_text()
+    assert text.count(right) >= 1, "the code has changed; change this test, too"
+    (sources / name).write_text(text.replace(right, wrong))
+    native = tmp_path / "native"
+    native.mkdir()
+    driver = FakeDriver.build(tmp_path, native=compile_native(native, sources), sources=sources)
+    with pytest.raises((AssertionError, TransferError)):
+        check_all(driver)
+
+
+def check_all(driver: FakeDriver) -> None:
+    for form, gap in product(FORMATS, (False, True)):
+        check_folding(driver, form, gap=gap)
+    for seed, form in product(range(40), FORMATS):
+        for way in ("staged in batches", "folded across registrations"):
+            driver.hooks.fake_reset(seed)
+            for name in ("planes-first NHD", "packed per head"):
+                check_layered_load(opener(driver, way), layers_of, wrap(driver, WAYS[way][1]), name, CASE, form, seed)
+            order = list(np.random.default_rng(seed).permutation(SIZE.L))
+            test_who_waits_for_a_layer_reads_it_and_nobody_waits_for_more.hypothesis.inner_test(
+                driver, way, form, seed, order
+            )
+        test_pages_are_written_after_what_the_callers_stream_had_to_do_with_them.hypothesis.inner_test(
+            driver, form, seed
+        )
+        test_layers_that_count_as_done_are_there.hypothesis.inner_test(driver, form, seed)
+
+
+def test_its_plugin_offers_it():
+    (provision,) = maru_transfer_engines()
+    assert (provision.name, provision.rank) == ("layerwise", -1)
+    engine = provision.factory()
+    assert isinstance(engine, LayerwiseEngine)
+    assert engine.name == provision.name
