@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from attrs import evolve
@@ -23,8 +25,9 @@ from maru_transfer.cuda_library import (
     STORE,
     Job,
 )
+from maru_transfer.flow import ALIGNMENT
 from maru_transfer.plan import plan_pieces
-from maru_transfer.slices import ALIGNMENT, Limits, Slicer
+from maru_transfer.slices import Limits, Slicer
 
 NEVER = 1 << 60
 #: Where objects lie, far enough from each other for anything.
@@ -143,18 +146,36 @@ def test_memory_that_is_locked_in_part_is_bounced():
 
 
 def test_where_registrations_meet_is_told():
-    def two(address: int, length: int):
-        return [(address, address + 4096, True), (address + 4096, address + length, True)]
+    edges = [STEP + 4096, 3 * STEP + 4096]
+
+    def three(address: int, length: int):
+        points = [address, *(edge for edge in edges if address < edge < address + length), address + length]
+        return [(first, last, True) for first, last in itertools.pairwise(points)]
+
+    def with_a_gap(address: int, length: int):
+        found = three(address, length)
+        return found if length == STORED.nbytes else [*found[:-1], (*found[-1][:2], False)]
 
     copies = [ChunkCopy(0, 0, 256, BUFFER), ChunkCopy(1, 256, 512, BUFFER)]
-    job = Slicer(LLAMA, STORED, Limits(8 << 20, NEVER, -1)).job(STORE, IN_A_ROW, copies, [3 * STEP, STEP], two)
-    assert job.cuts.tolist() == [STEP + 4096, 3 * STEP + 4096]
+    slicer = Slicer(LLAMA, STORED, Limits(8 << 20, NEVER, -1))
+    job = slicer.job(STORE, IN_A_ROW, copies, [3 * STEP, STEP], three)
+    assert job.cuts.tolist() == edges
+    # Where something in between is not locked, it is not known whether objects are of one registration.
+    job = slicer.job(STORE, IN_A_ROW, copies, [3 * STEP, STEP], with_a_gap)
+    assert job.cuts.tolist() == [STEP, edges[0], 3 * STEP, edges[1]]
+    assert set(job.segments["way"].tolist()) == {STAGED}
 
 
-def test_a_whole_object_is_cut_evenly():
-    copies = [ChunkCopy(0, 0, 256, BUFFER)]
-    job = Slicer(LLAMA, STORED, Limits(12 << 20, NEVER, -1)).job(STORE, IN_A_ROW, copies, [STEP], locked)
-    assert [int(s["rows"]) for s in job.segments] == [22, 22, 20]
+def test_slices_are_filled_across_the_edges_of_objects():
+    copies = [ChunkCopy(chunk, chunk * 256, chunk * 256 + 256, BUFFER) for chunk in range(2)]
+    job = Slicer(LLAMA, STORED, Limits(20 << 20, NEVER, -1)).job(STORE, IN_A_ROW, copies, [STEP, 2 * STEP], locked)
+    assert [(int(s["slice"]), int(s["row"]), int(s["rows"])) for s in job.segments] == [
+        (0, 0, 40),
+        (1, 40, 24),
+        (1, 0, 16),
+        (2, 16, 40),
+        (3, 56, 8),
+    ]
 
 
 def test_small_objects_share_slices():
