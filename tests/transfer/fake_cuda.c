@@ -44,8 +44,10 @@ static struct {
 } ranges[MOST];
 static int range_count;
 static uint64_t state = 1;
+static uint32_t slow;
 static uint64_t counts[8]; /* copies, launches, batches, waits of the CPU, bytes copied, most bytes under way, errors, folded copies */
 static uint64_t under_way;
+static int lazy; /* nothing runs unless somebody waits for it */
 static char fail_name[64];
 static int fail_after = -1;
 static int kernels[2][5]; /* store, width */
@@ -105,10 +107,16 @@ static int step(struct stream *s) {
   return 1;
 }
 
-/* Run one operation of any stream, each as likely as the others; 0 when none can run. */
+/* Run one operation of any stream; 0 when none can run. One stream in three is slow: mostly the others go first. */
 static int step_any(void) {
   struct stream *busy[MOST];
-  uint32_t count = 0;
+  uint32_t count = 0, hurry = dice(8);
+  for (uint32_t i = 0; i < MOST; i++)
+    if (streams[i].head && hurry && (i + slow) % 3) busy[count++] = &streams[i];
+  uint32_t first = count ? dice(count) : 0;
+  for (uint32_t i = 0; i < count; i++)
+    if (step(busy[(first + i) % count])) return 1;
+  count = 0;
   for (uint32_t i = 0; i < MOST; i++)
     if (streams[i].head) busy[count++] = &streams[i];
   uint32_t start = count ? dice(count) : 0;
@@ -118,6 +126,7 @@ static int step_any(void) {
 }
 
 static void idle(void) {
+  if (lazy) return;
   for (uint32_t n = dice(4); n; n--) step_any();
 }
 
@@ -139,8 +148,9 @@ static struct op *push(CUhandle_ stream, enum op_kind kind) {
 API void fake_reset(uint64_t seed) {
   LOCKED;
   while (step_any()) continue;
-  state = seed * 2 + 1, range_count = 0, fail_after = -1, under_way = 0;
+  state = seed * 2 + 1, range_count = 0, fail_after = -1, under_way = 0, lazy = 0;
   memset(counts, 0, sizeof counts);
+  slow = dice(3);
 }
 API void fake_register(uint64_t start, uint64_t bytes) {
   LOCKED;
@@ -159,6 +169,10 @@ API void fake_copy(CUhandle_ stream, uint64_t target, uint64_t source, uint64_t 
 API void fake_fail(const char *name, int after) {
   strncpy(fail_name, name, sizeof fail_name - 1);
   fail_after = after;
+}
+API void fake_lazy(int on) {
+  LOCKED;
+  lazy = on;
 }
 API void fake_counts(uint64_t *out) {
   LOCKED;

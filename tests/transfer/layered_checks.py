@@ -76,6 +76,8 @@ def check_layered_load(
         load.wait_layer(case.size.L - 1)
         assert done <= load.layers_done() <= case.size.L
         load.finish()
+        found = target.memory.copy()
         load.finish()
         assert load.layers_done() == case.size.L
-    np.testing.assert_array_equal(target.memory, pages_after(case, name, source, range(case.size.L)))
+    np.testing.assert_array_equal(found, pages_after(case, name, source, range(case.size.L)))
+    np.testing.assert_array_equal(target.memory, found)

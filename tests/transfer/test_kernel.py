@@ -307,22 +307,22 @@ def test_what_cannot_be_moved_is_refused_in_the_words_of_the_plan(driver, table,
 MUTATIONS = {
     "a layer off by one": (
         "place.h",
-        "layer = s->row + row - plane * p->layers.divisor;",
-        "layer = (s->row + row + 1 - plane * p->layers.divisor) % p->layers.divisor;",
+        "layer = which - plane * p->layers.divisor;",
+        "layer = (which + 1 - plane * p->layers.divisor) % p->layers.divisor;",
     ),
     "planes swapped": ("place.h", "&p->plane[plane]", "&p->plane[1 - plane]"),
     "the chunk's start for the run's": ("place.h", "blocks[s->block + place]", "blocks[place]"),
     "slots not counted from the first token": ("place.h", "(s->slot + token, p->block_size)", "(token, p->block_size)"),
     "a direct copy of the wrong layer": (
         "cuda_copies.c",
-        "(s->row + row) % g->layers;",
-        "(s->row + row + 1) % g->layers;",
+        "layer = which % g->layers;",
+        "layer = (which + 1) % g->layers;",
     ),
     "a run of blocks that do not follow": ("cuda_copies.c", "== job->blocks[place] + 1)", "> job->blocks[place])"),
     "no wait for the caller's stream": (
         "cuda.c",
-        "if (pages->submitted < pages->slots) TRY(StreamWaitEvent, pages->lane[slot], pages->began, 0);",
-        "(void)driver, (void)room, (void)text, (void)slot;",
+        "if (pages->submitted < pages->slots) TRY(StreamWaitEvent, pages->lane[slot], began, 0);",
+        "(void)driver, (void)room, (void)text, (void)slot, (void)began;",
     ),
     "the caller does not wait": (
         "cuda.c",
@@ -398,7 +398,7 @@ class TestEngine:
         assert "cpu" in (KernelEngine().unsupported(engine.paged, stored, "cpu") or "")
         assert "planes" in (KernelEngine().unsupported(engine.paged, evolve(stored, num_planes=1), "cuda") or "")
         by_layer = engine.stored(8, layerwise=True)
-        assert "layerwise" in (KernelEngine().unsupported(engine.paged, by_layer, "cuda") or "")
+        assert KernelEngine().unsupported(engine.paged, by_layer, "cuda") is None
         odd = evolve(engine.paged, element_size=3), evolve(stored, element_size=3)
         assert "3 bytes" in (KernelEngine().unsupported(*odd, "cuda") or "")
 
