@@ -1,9 +1,12 @@
-"""Loads and stores of a long prompt by the kernel engine against what the bus and the device's memory can do.
+"""Loads and stores of a long prompt by our engines against what the bus and the device's memory can do.
 
 Llama-3.1-8B's geometry (32 layers, 8 KV heads of 128, 16-bit, blocks of 16), 16,384 tokens, 2 GiB, chunks of 256, with
 blocks in random order and in a row. Both sides are measured in one run: page-locked copies, copies within the device,
 and, with ``--lmcache FILE``, the transfer function of LMCache's extension (its ``c_ops`` library). Needs a CUDA device
 and the native library. Run: ``python benchmarks/gpu_copy.py [--lmcache FILE] [--json FILE]``.
+
+Then the same with the engine ``layerwise``, layer by layer, from objects that hold every layer and from objects that
+hold one (gpu_layers.py).
 
 "Issue" is what a thread spends to submit a request to the driver; "plan" what it spends before in Python, and "CPU" all
 of its processor time, waking up from waits included.
@@ -24,9 +27,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from attrs import evolve, fields
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import gpu_layers
 from benchmarks.outcome import Bound, Least, Outcome, main
 from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout, PlaneStrides
 from maru_transfer.cuda_library import LOAD, MAPPED, STORE
@@ -78,9 +83,11 @@ class Bench:
         return PagedLayout(LAYOUTS[layout], LAYERS, BLOCKS, BLOCK, HEADS, DIM, 2)
 
     @contextmanager
-    def transfer(self, layout: str, tuning: Tuning) -> Iterator[KernelTransfer]:
+    def transfer(
+        self, layout: str, tuning: Tuning, kind: type[KernelEngine] = KernelEngine, stored: ObjectLayout = STORED
+    ) -> Iterator[KernelTransfer]:
         """The engine, open on the pages."""
-        with closing(KernelEngine(tuning).open(list(self.pages), self.paged(layout), STORED)) as transfer:
+        with closing(kind(tuning).open(list(self.pages), self.paged(layout), stored)) as transfer:
             assert isinstance(transfer, KernelTransfer)
             yield transfer
 
@@ -253,7 +260,7 @@ def lmcache(bench: Bench, library: Path, repeats: int) -> dict[str, float]:
 def run(options: argparse.Namespace) -> Outcome:
     """Every figure of the engine beside its ceiling."""
     repeats = options.repeats
-    bench, tuning = Bench(), Tuning()
+    bench, tuning = Bench(), tuned(options)
     best = ceilings(bench, repeats)
     table = [["", "GB/s", "of the ceiling", "plan ms", "issue ms", "CPU ms"]]
     table += [[f"copies {name}", f"{rate / 1e9:.1f}", "", "", "", ""] for name, rate in best.items()]
@@ -276,11 +283,15 @@ def run(options: argparse.Namespace) -> Outcome:
                     bounds.append(Least(f"{what}: share of a locked copy", share, OF_BUS))
                     bounds.append(Bound(f"{what}: milliseconds to issue", cost["issue"] * 1e3, ISSUE_MS))
     for layout in LAYOUTS:
-        for name, rate in placement(bench, layout, Tuning(grid=0, slots=4), repeats).items():
+        for name, rate in placement(bench, layout, evolve(tuning, grid=0, slots=4), repeats).items():
             share = rate / best["within the device"]
             table.append([f"placement, {name}, {layout}", f"{rate / 1e9:.0f}", f"{share:.3f}", "", "", ""])
             figures["placement"][f"{name}, {layout}"] = {"bytes_per_second": rate, "share": share}
             bounds.append(Least(f"placement, {name}, {layout}: share of a copy within the device", share, OF_DEVICE))
+    by_layer = gpu_layers.measure(bench, tuning, best, repeats)
+    table += by_layer.table
+    bounds += by_layer.bounds
+    figures["by layer"] = by_layer.figures
     if options.lmcache:
         theirs = lmcache(bench, options.lmcache, repeats)
         figures["lmcache"] = theirs
@@ -291,8 +302,31 @@ def run(options: argparse.Namespace) -> Outcome:
     return Outcome(table, figures, bounds)
 
 
+def add_tuning(parser: argparse.ArgumentParser) -> None:
+    """Other settings of the engine than its own."""
+    parser.add_argument(
+        "--tune",
+        action="append",
+        default=[],
+        metavar="NAME=NUMBER",
+        help="a setting of maru_transfer.kernel.Tuning, such as slot_bytes=16777216; may be repeated",
+    )
+
+
+def tuned(options: argparse.Namespace) -> Tuning:
+    """The engine's settings, with those that were given. Ends the run when one is unknown."""
+    changes = {}
+    for text in options.tune:
+        name, _, value = text.partition("=")
+        if name not in {field.name for field in fields(Tuning)} or not value.isdecimal():
+            raise SystemExit(f"--tune {text}: a name of {[field.name for field in fields(Tuning)]}, '=' and a number")
+        changes[name] = int(value)
+    return evolve(Tuning(), **changes)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """How long it takes, and whom else to measure."""
+    """How long it takes, with which settings, and whom else to measure."""
+    add_tuning(parser)
     parser.add_argument("--repeats", type=int, default=REPEATS, help=f"runs per figure (default {REPEATS})")
     parser.add_argument("--lmcache", type=Path, metavar="FILE", help="LMCache's c_ops extension library")
 

@@ -28,12 +28,13 @@ from attrs import evolve
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_copy import BYTES, LAYERS, STORED, Bench
+from benchmarks.gpu_copy import BYTES, LAYERS, STORED, Bench, add_tuning, tuned
 from benchmarks.outcome import Bound, Outcome, main
 from maru_core.config import PluginSettings
 from maru_core.contracts import LoadsByLayer, Transfer, TransferEngine
 from maru_core.geometry import ChunkCopy, ObjectLayout
 from maru_core.host import PluginHost
+from maru_transfer.kernel import KernelEngine
 
 LAYOUT = "planes apart, NHD"
 ENGINES = ("kernel", "layerwise")
@@ -276,6 +277,8 @@ def measure(options: argparse.Namespace) -> Outcome:
     notes: list[str] = []
     host = PluginHost.discover(PluginSettings(allowed=()))
     for engine in (host.engine(name) for name in ENGINES if name in host.engines()):
+        if isinstance(engine, KernelEngine):
+            engine = evolve(engine, tuning=tuned(options))
         for order in bench.tables:
             with ways(bench, engine, order) as moving:
                 for name, move in moving.items():
@@ -297,6 +300,7 @@ def measure(options: argparse.Namespace) -> Outcome:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """How long it takes."""
+    add_tuning(parser)
     parser.add_argument("--pairs", type=int, default=5, help="windows of products alone and beside (default 5)")
     parser.add_argument("--products", type=int, default=150, help="products in a window (default 150, about 0.2 s)")
     parser.add_argument("--seconds", type=float, default=2.0, help="of sampling copies, per way (default 2)")

@@ -1,0 +1,194 @@
+"""What gpu_copy.py measures of the engine ``layerwise``: loads layer by layer, and both storage formats.
+
+The same pages and the same 2 GiB of page-locked memory, seen as objects that hold every layer of a chunk, and as
+objects that hold one. Layer by layer, "GB/s" is until the last layer has arrived, and the first layer's time is from
+the call until a stream that waits for it goes on.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import evolve, frozen
+
+from benchmarks.outcome import Bound, Least
+from maru_core.geometry import ChunkCopy, ObjectLayout
+from maru_transfer.cuda_library import LOAD, STORE
+from maru_transfer.kernel import Tuning
+from maru_transfer.layerwise import LayerwiseEngine
+
+LAYOUTS = ("planes apart, NHD", "packed, HND")
+#: Share of a page-locked copy, milliseconds of issuing, share of a load's time until its first layer.
+OF_BUS, ISSUE_MS, FIRST = 0.85, 1.0, 0.1
+
+
+@frozen
+class Rows:
+    """What is added to gpu_copy's table, bounds and figures."""
+
+    table: list[list[str]]
+    bounds: list[Bound]
+    figures: dict[str, Any]
+
+
+def requests(bench: Any) -> dict[str, tuple[ObjectLayout, list[ChunkCopy]]]:
+    """The whole request in each format, objects in a row, and in both at random places."""
+    whole: ObjectLayout = layout_of(bench)
+    single = evolve(whole, num_layers=1)
+    raw = memoryview(bench.host.numpy())
+    layers, tokens = whole.num_layers, whole.chunk_tokens
+    chunks = len(bench.buffers)
+
+    def layerwise(places: list[int]) -> list[ChunkCopy]:
+        size = single.nbytes
+        return [
+            ChunkCopy(c, c * tokens, (c + 1) * tokens, raw[at * size : (at + 1) * size], layer)
+            for (c, layer), at in zip(np.ndindex(chunks, layers), places, strict=True)
+        ]
+
+    mixed = np.random.default_rng(2).permutation(chunks).tolist()
+    scattered = [elsewhere(copy, bench.buffers[at]) for copy, at in zip(bench.copies, mixed, strict=True)]
+    count = chunks * layers
+    return {
+        "chunkwise": (whole, bench.copies),
+        "chunkwise, objects scattered": (whole, scattered),
+        "layerwise": (single, layerwise(list(range(count)))),
+        "layerwise, objects scattered": (single, layerwise(np.random.default_rng(3).permutation(count).tolist())),
+    }
+
+
+def layout_of(bench: Any) -> ObjectLayout:
+    """The layout of the bench's objects."""
+    paged = bench.paged(LAYOUTS[0])
+    tokens = bench.copies[0].last - bench.copies[0].first
+    return ObjectLayout(len(paged.planes), paged.num_layers, tokens, paged.hidden, paged.element_size)
+
+
+def elsewhere(copy: ChunkCopy, buffer: memoryview) -> ChunkCopy:
+    """The same tokens, from elsewhere."""
+    return ChunkCopy(copy.chunk, copy.first, copy.last, buffer, copy.layer)
+
+
+class Layered:
+    """One request, open in the engine."""
+
+    def __init__(self, transfer: Any, table: list[int], copies: list[ChunkCopy]) -> None:
+        self._transfer, self._table, self._copies = transfer, table, copies
+        self._stream = torch.cuda.Stream()
+
+    def load(self) -> None:
+        """All layers, to their end."""
+        self._transfer.begin_load(self._table, self._copies).finish()
+
+    def store(self) -> None:
+        """The whole request."""
+        self._transfer.store(self._table, self._copies)
+
+    def first(self) -> float:
+        """Seconds until a stream that waits for layer 0 goes on."""
+        event = torch.cuda.Event()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        load = self._transfer.begin_load(self._table, self._copies)
+        with torch.cuda.stream(self._stream):
+            load.wait_layer(0)
+            event.record()
+        event.synchronize()
+        passed = time.perf_counter() - began
+        load.finish()
+        return passed
+
+    def costs(self, direction: int) -> tuple[float, float]:
+        """Seconds of a thread: to plan, and to issue."""
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        by_layer = direction == LOAD
+        held, job = self._transfer._plan(direction, self._table, self._copies, by_layer=by_layer)
+        planned = time.perf_counter() - began
+        pages, how = self._transfer._pages, self._transfer._how
+        stream = torch.cuda.current_stream().cuda_stream
+        with ExitStack() as stack:
+            layers = None
+            if by_layer:
+                layers = self._transfer._device.follow(self._transfer._num_layers, stream)
+                stack.callback(layers.close)
+            stack.callback(pages.wait)
+            pages.submit(job, how, stream, layers)
+        del held
+        return planned, pages.times()[0]
+
+
+def clock(run: Callable[[], Any], repeats: int, warm: int = 2) -> float:
+    """Median seconds until the device has done it."""
+    passed = []
+    for _ in range(warm + repeats):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        passed.append(time.perf_counter() - began)
+    return statistics.median(passed[warm:])
+
+
+def check(bench: Any, layout: str, tuning: Tuning, name: str, stored: ObjectLayout, copies: list[ChunkCopy]) -> None:
+    """Stops unless what was stored comes back layer by layer: figures of a wrong copy mean nothing."""
+    table = bench.tables["scattered"]
+    kept = bench.pages.clone()
+    blocks = torch.tensor(table, device="cuda")
+    with bench.transfer(layout, tuning, LayerwiseEngine, stored) as transfer:
+        bench.host.zero_()
+        transfer.store(table, copies)
+        bench.pages.zero_()
+        torch.cuda.synchronize()
+        transfer.begin_load(table, copies).finish()
+        again = bench.host.clone()
+        bench.host.zero_()
+        transfer.store(table, copies)
+    right = torch.equal(again, bench.host) and int(again.view(torch.int64).ne(0).sum()) > again.numel() // 16
+    bench.pages.copy_(kept)
+    torch.cuda.synchronize()
+    del blocks, kept, again
+    if not right:
+        raise SystemExit(f"by layer, {layout}, {name}: other bytes came back")
+
+
+def measure(bench: Any, tuning: Tuning, best: dict[str, float], repeats: int) -> Rows:
+    """Loads layer by layer and stores, in both formats, for two layouts; blocks are scattered."""
+    rows = Rows([], [], {})
+    table = bench.tables["scattered"]
+    for layout in LAYOUTS:
+        for name, (stored, copies) in requests(bench).items():
+            if layout != LAYOUTS[0] and "scattered" in name:
+                continue
+            check(bench, layout, tuning, name, stored, copies)
+            nbytes = stored.nbytes * len(copies)
+            with bench.transfer(layout, tuning, LayerwiseEngine, stored) as transfer:
+                layered = Layered(transfer, table, copies)
+                for direction, kind, run, ceiling in (
+                    (LOAD, "load by layer", layered.load, "host to device"),
+                    (STORE, "store", layered.store, "device to host"),
+                ):
+                    what = f"{kind}, {name}, {layout}"
+                    seconds = clock(run, repeats)
+                    share = nbytes / seconds / best[ceiling]
+                    costs = [layered.costs(direction) for _ in range(repeats)]
+                    plan, issue = (statistics.median(column) for column in zip(*costs, strict=True))
+                    shown = [f"{plan * 1e3:.2f}", f"{issue * 1e3:.2f}", ""]
+                    rows.table.append([what, f"{nbytes / seconds / 1e9:.1f}", f"{share:.3f}", *shown])
+                    rows.figures[what] = {"seconds": seconds, "share": share, "plan": plan, "issue": issue}
+                    rows.bounds.append(Least(f"{what}: share of a locked copy", share, OF_BUS))
+                    if "scattered" not in name:
+                        rows.bounds.append(Bound(f"{what}: milliseconds to issue", issue * 1e3, ISSUE_MS))
+                    if direction == LOAD:
+                        first = statistics.median(layered.first() for _ in range(repeats))
+                        rows.table.append([f"  first layer after {first * 1e3:.2f} ms", "", "", "", "", ""])
+                        rows.figures[what]["first"] = first
+                        part = first / seconds
+                        rows.bounds.append(Bound(f"{what}: share of its time until the first layer", part, FIRST))
+    return rows
