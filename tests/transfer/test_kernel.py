@@ -64,7 +64,7 @@ class Registering:
 WAYS: dict[str, tuple[Tuning, int]] = {
     "bounced": (evolve(TIGHT, slots=2, window=6, burst=4), 0),
     "staged": (evolve(TIGHT, slots=2, window=8, burst=6), 1),
-    "staged across registrations": (TIGHT, 3),
+    "staged across registrations": (TIGHT, 5),
     "direct": (evolve(TIGHT, direct_bytes=1), 1),
     "direct across registrations": (evolve(TIGHT, direct_bytes=1, window=2, burst=2), 2),
     "mapped": (evolve(TIGHT, mapped_bytes=1 << 40), 1),

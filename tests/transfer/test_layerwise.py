@@ -41,7 +41,7 @@ WAYS: dict[str, tuple[Tuning, int]] = {
     "staged": (evolve(TIGHT, slots=2, window=8, burst=6), 1),
     "staged, all at once": (evolve(TIGHT, window=64), 1),
     "staged in batches": (evolve(TIGHT, slot_bytes=1 << 14, window=64, fold=0), 1),
-    "folded across registrations": (evolve(TIGHT, slot_bytes=1 << 14, fold=2), 3),
+    "folded across registrations": (evolve(TIGHT, slot_bytes=1 << 14, fold=2), 5),
     "direct": (evolve(TIGHT, direct_bytes=1), 1),
     "mapped": (evolve(TIGHT, mapped_bytes=1 << 40), 1),
     "one slice": (evolve(TIGHT, slot_bytes=1 << 20, slots=1, window=1), 1),
