@@ -90,8 +90,12 @@ class FakeDriver:
         return kind(self.device(), memory or FakeMemory(self), layers, paged, stored, tuning)
 
     def stream(self) -> int:
-        handle = ctypes.c_void_p()
-        assert self.hooks.cuStreamCreateWithPriority(ctypes.byref(handle), 1, 0) == 0
+        """A stream of an engine, as if there was no capture that making one could spoil."""
+        handle, mode = ctypes.c_void_p(), ctypes.c_int(2)
+        self.hooks.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        result = self.hooks.cuStreamCreateWithPriority(ctypes.byref(handle), 1, 0)
+        self.hooks.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        assert result == 0
         return handle.value or 0
 
     def counts(self) -> dict[str, int]:
