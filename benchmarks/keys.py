@@ -1,4 +1,4 @@
-"""Cost of chunk keys: a first prompt, each further chunk, and what hashing from the start every time would cost.
+"""Cost of chunk keys: a first prompt, each further chunk, its layers, and what hashing from the start would cost.
 
 Exits with 1 when a bound is missed. Run: ``python benchmarks/keys.py [--json FILE]``.
 """
@@ -21,7 +21,9 @@ PROMPT_TOKENS = 8192
 CHUNK_TOKENS = 256
 REPEATS = 40
 #: Upper bounds in milliseconds for what a scheduler step can spare.
-BOUNDS_MS = {"prompt_ms": 0.5, "further_chunk_ms": 0.05}
+BOUNDS_MS = {"prompt_ms": 0.5, "further_chunk_ms": 0.05, "layers_ms": 0.5}
+#: Layers of a model whose prompt has an object per chunk and layer.
+LAYERS = 32
 
 
 class ReadOnlyList:
@@ -66,9 +68,17 @@ def measure() -> dict[str, float]:
             KeyChain(root, CHUNK_TOKENS).extend(tokens, end)
         return (time.perf_counter() - start) / chunks
 
+    def layers() -> float:
+        chain = KeyChain(root, CHUNK_TOKENS, objects_per_chunk=LAYERS)
+        chain.extend(tokens, PROMPT_TOKENS)
+        start = time.perf_counter()
+        chain.object_keys(0, PROMPT_TOKENS // CHUNK_TOKENS)
+        return time.perf_counter() - start
+
     return {
         "prompt_ms": median_ms(prompt),
         "further_chunk_ms": median_ms(further),
+        "layers_ms": median_ms(layers),
         "rehash_per_further_chunk_ms": median_ms(again),
     }
 
