@@ -68,10 +68,11 @@ class Bench:
         engine.forget()
         return run
 
-    def empty(self, name: str | None) -> None:
-        """Empty Maru's pool by one of its engines."""
-        if name is not None:
-            self._engines[name].forget(connector=True)
+    def empty(self) -> None:
+        """Empty Maru's pool: whoever does not take part in a reset neither hits nor stores from then on."""
+        for name, engine in self._engines.items():
+            if name not in (NONE, *PEERS):
+                engine.forget(connector=True)
 
     def warm_up(self, name: str) -> None:
         """Compile, touch memory, take both ways."""
@@ -274,7 +275,7 @@ def measure(options: argparse.Namespace) -> Outcome:
                 # What it loads, Maru has stored.
                 order = [*(name for name in order if name != OTHER), OTHER]
             # So that nothing is evicted: whose pages go first is not what is measured here.
-            bench.empty(next((name for name in order if name not in (NONE, *PEERS)), None))
+            bench.empty()
             for name in order:
                 if name != NONE or clients == 1:
                     bench.group(name, number, clients)
