@@ -33,7 +33,7 @@ python3 -m pytest -q -rs tests/transfer/test_*cuda.py
 if command -v compute-sanitizer > /dev/null; then
   # Only our own kernels, where it can choose: those of torch are not at stake, and take most of the time.
   only=()
-  if compute-sanitizer --help | grep -q -e --kernel-name; then
+  if compute-sanitizer --help | grep -e --kernel-name > /dev/null; then
     only=(--kernel-name kernel_substring=maru_)
   fi
   export PYTEST_TIMEOUT=900

@@ -7,6 +7,7 @@ align with nothing, slots that are used again. ``scripts/gpu-check.sh`` runs it 
 from __future__ import annotations
 
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ from attrs import evolve
 from paged_forms import Engine, Size
 from test_kernel_cuda import REASON, SMALL, WAYS, objects, on_device
 
+from maru_core.contracts import LoadsByLayer
 from maru_core.geometry import ChunkCopy
 from maru_transfer.kernel import KernelEngine
+from maru_transfer.layerwise import LayerwiseEngine
 
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
@@ -28,29 +31,58 @@ CHUNK = 10
 PARTS = [(0, 0, 10), (1, 13, 19), (2, 20, 26)]
 #: Slots so small that each is used several times.
 TINY = 512
+#: (engine, whether objects hold one layer)
+ENGINES: dict[str, tuple[type[KernelEngine], bool]] = {
+    "kernel": (KernelEngine, False),
+    "layerwise, chunks": (LayerwiseEngine, False),
+    "layerwise, layers": (LayerwiseEngine, True),
+}
 
 
+@pytest.fixture(autouse=True)
+def _slices_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maru_transfer.flow.LEAST_SLICE", 1)
+
+
+def load_by_layer(transfer: LoadsByLayer, block_ids: list[int], copies: list[ChunkCopy]) -> None:
+    load = transfer.begin_load(block_ids, copies)
+    for layer in range(3):
+        load.wait_layer(layer)
+    load.finish()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", FORMS)
-def test_stores_and_loads_of_every_width(name: str, way: str) -> None:
+def test_stores_and_loads_of_every_width(name: str, way: str, engine: str) -> None:
+    kind, layerwise = ENGINES[engine]
     tuning, locked = WAYS[way]
-    engine = KernelEngine(evolve(tuning, slot_bytes=TINY, slots=2) if tuning.slot_bytes == SMALL.slot_bytes else tuning)
+    if tuning.slot_bytes == SMALL.slot_bytes:
+        tuning = evolve(tuning, slot_bytes=TINY, slots=2)
+    layers: list[int | None] = [0, 2, 1] if layerwise else [None]
+    moved = [(part, layer) for part in PARTS for layer in layers]
     for dims, element in WIDTHS:
         size = Size(L=3, NB=10, BS=4, NH=3, HS=dims, element=element)
         source, target, expected = (Engine.make(name, size, seed) for seed in (7, None, None))
-        stored = source.stored(CHUNK)
-        wanted = [source.naive_object(TABLE, *part, CHUNK) for part in PARTS]
-        buffers = objects(len(PARTS), stored.nbytes, locked=locked)
+        stored = source.stored(CHUNK, layerwise=layerwise)
+        wanted = [source.naive_object(TABLE, *part, CHUNK, layer) for part, layer in moved]
+        buffers = objects(len(moved), stored.nbytes, locked=locked)
         for buffer, array in zip(buffers, wanted, strict=True):
             buffer[:] = np.full_like(array, 0xAB).tobytes()
-        copies = [ChunkCopy(*part, buffer) for part, buffer in zip(PARTS, buffers, strict=True)]
-        with closing(engine.open(on_device(source), source.paged, stored)) as transfer:
+        copies = [ChunkCopy(*part, buffer, layer) for (part, layer), buffer in zip(moved, buffers, strict=True)]
+        with closing(kind(tuning).open(on_device(source), source.paged, stored)) as transfer:
             transfer.store(TABLE, copies)
-        for part, buffer, array in zip(PARTS, buffers, wanted, strict=True):
+        for (part, layer), buffer, array in zip(moved, buffers, wanted, strict=True):
             assert bytes(buffer) == array.tobytes()
-            expected.naive_write(TABLE, *part, array)
+            expected.naive_write(TABLE, *part, array, layer)
         pages = on_device(target)
-        with closing(engine.open(pages, target.paged, stored)) as transfer:
-            transfer.load(TABLE, copies)
-        found = pages[0].cpu().numpy().view(np.uint8)
-        np.testing.assert_array_equal(found, expected.memory.reshape(-1).view(np.uint8))
+        untouched = pages[0].clone()
+        with closing(kind(tuning).open(pages, target.paged, stored)) as transfer:
+            loads = [transfer.load]
+            if isinstance(transfer, LoadsByLayer):
+                loads.append(partial(load_by_layer, transfer))
+            for load in loads:
+                pages[0].copy_(untouched)
+                load(TABLE, copies)
+                found = pages[0].cpu().numpy().view(np.uint8)
+                np.testing.assert_array_equal(found, expected.memory.reshape(-1).view(np.uint8))
