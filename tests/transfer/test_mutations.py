@@ -140,7 +140,7 @@ def index_for_the_start(segments: Any, job: Job) -> Job:
 
 
 def next_blocks(segments: Any, job: Job) -> Job:
-    return Job(job.direction, segments, np.roll(job.blocks, 1), job.first_place, job.cuts)
+    return evolve(job, blocks=np.roll(job.blocks, 1))
 
 
 def objects_apart(segments: Any, job: Job) -> Job:
@@ -160,8 +160,8 @@ JOBS: dict[str, Callable[[Any, Job], Job]] = {
 
 def wrong_slicer(mistake: Callable[[Any, Job], Job]) -> Callable[..., Any]:
     class Wrong(Slicer):
-        def job(self, *arguments: Any) -> Job:
-            job = super().job(*arguments)
+        def job(self, *arguments: Any, **how: Any) -> Job:
+            job = super().job(*arguments, **how)
             return mistake(job.segments, job)
 
     return Wrong
