@@ -26,6 +26,9 @@
 #define TEXT 320
 #define WIDTHS 5 /* accesses of 1, 2, 4, 8, 16 bytes */
 
+/* What every driver takes as parameters of a launch. */
+_Static_assert(sizeof(struct maru_place) <= 4096, "fewer segments or blocks");
+
 struct maru_cuda {
   struct maru_driver driver;
   struct maru_cuda_info info;

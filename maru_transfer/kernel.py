@@ -192,6 +192,7 @@ class KernelEngine:
     """Moves pages of CUDA devices; needs the native library, a driver and torch.
 
     ``library`` and ``driver``: paths, in place of the library beside this module and of the system's driver.
+    ``transfer``: what :meth:`open` makes.
     """
 
     tuning: Tuning = field(factory=Tuning)
@@ -250,7 +251,7 @@ class KernelEngine:
             raise TransferError(problem)
         device = self._open(library, layers[0].device.index)
         try:
-            return self.transfer(device, TorchMemory(layers[0].device), layers, paged, stored, self.tuning)
+            return self.transfer(device, _TorchMemory(layers[0].device), layers, paged, stored, self.tuning)
         except BaseException:
             device.close()
             raise
@@ -269,7 +270,7 @@ class KernelEngine:
 
 
 @frozen
-class TorchMemory:
+class _TorchMemory:
     """Implements :class:`Memory` by torch's allocators."""
 
     device: Any

@@ -25,6 +25,7 @@ from test_torch_copy import layers_of
 from maru_core.contracts import LayeredLoad, LoadsByLayer
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy
+from maru_transfer import cuda_library
 from maru_transfer.kernel import Tuning
 from maru_transfer.layerwise import LayerwiseEngine, LayerwiseTransfer
 from maru_transfer.layerwise_plugin import maru_transfer_engines
@@ -530,6 +531,15 @@ def check_all(driver: FakeDriver, seeds: int = 40) -> None:
             driver, form, seed
         )
         test_layers_that_count_as_done_are_there.hypothesis.inner_test(driver, form, seed)
+
+
+def test_the_binding_is_of_the_header_that_is_here():
+    header = (ROOT / "csrc" / "maru.h").read_text()
+    assert f"#define MARU_CUDA_ABI_VERSION {cuda_library.ABI_VERSION}\n" in header
+    assert cuda_library.SEGMENT.itemsize == 56
+    place = (ROOT / "csrc" / "place.h").read_text()
+    assert f"#define MARU_PLACE_SEGMENTS {cuda_library.MOST_SEGMENTS}\n" in place
+    assert f"#define MARU_PLACE_BLOCKS {cuda_library.MOST_BLOCKS}\n" in place
 
 
 def test_its_plugin_offers_it():
