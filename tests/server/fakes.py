@@ -59,6 +59,7 @@ class FileBackend:
     """Sparse files in the request's path. Checks nothing: tests only."""
 
     name = "file"
+    one_host = True
 
     def create_pool(self, request: PoolRequest) -> FilePool:
         count, data_offset = plan_pool(request.size, request.granule)
