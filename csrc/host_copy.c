@@ -94,6 +94,9 @@ static void copy_rows(char *to, const char *from, const struct rows *r, int stre
 
 /* ---- Transposition ---------------------------------------------------------------------------------------------- */
 
+/* So that the rows of a square stay in registers. */
+#define UNROLLED _Pragma("GCC unroll 16")
+
 #if defined(__clang__)
 #define ZIP(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -107,15 +110,15 @@ static void copy_rows(char *to, const char *from, const struct rows *r, int stre
   typedef element name##_row __attribute__((vector_size(VECTOR)));                                                    \
   static inline void name##_square(char *to, size_t to_pitch, const char *from, size_t from_pitch) {                  \
     name##_row a[WIDTH], b[WIDTH];                                                                                    \
-    for (int i = 0; i < WIDTH; i++) memcpy(&a[i], from + i * from_pitch, VECTOR);                                     \
-    for (int round = 0; round < ROUNDS; round++) {                                                                    \
-      for (int i = 0; i < WIDTH / 2; i++) {                                                                           \
+    UNROLLED for (int i = 0; i < WIDTH; i++) memcpy(&a[i], from + i * from_pitch, VECTOR);                            \
+    UNROLLED for (int round = 0; round < ROUNDS; round++) {                                                           \
+      UNROLLED for (int i = 0; i < WIDTH / 2; i++) {                                                                  \
         b[2 * i] = ZIP(a[i], a[i + WIDTH / 2], LOW);                                                                  \
         b[2 * i + 1] = ZIP(a[i], a[i + WIDTH / 2], HIGH);                                                             \
       }                                                                                                               \
       memcpy(a, b, sizeof a);                                                                                         \
     }                                                                                                                 \
-    for (int i = 0; i < WIDTH; i++) memcpy(to + i * to_pitch, &a[i], VECTOR);                                         \
+    UNROLLED for (int i = 0; i < WIDTH; i++) memcpy(to + i * to_pitch, &a[i], VECTOR);                                \
   }                                                                                                                   \
   static void name(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t rows, size_t columns,       \
                    const char *next) {                                                                                \
