@@ -83,9 +83,10 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler side ------------------------------------------------------------------------------------------
 
     def _start_scheduler(self, plan: setup.Plan) -> MaruScheduler | None:
-        from maru_integrations.vllm.scheduler import MaruScheduler, SchedulerSettings
+        from maru_integrations.vllm.planning import SchedulerSettings
+        from maru_integrations.vllm.scheduler import MaruScheduler
 
-        transfer = self._vllm_config.kv_transfer_config
+        transfer: Any = self._vllm_config.kv_transfer_config
         config = plan.config
         settings = SchedulerSettings(
             chunk_tokens=plan.chunk_tokens,

@@ -38,6 +38,8 @@ class Loads:
     """
 
     _ids: int = field(default=0, init=False)
+    #: Number of the newest load when the last step was planned.
+    _planned: int = field(default=0, init=False)
     _outstanding: dict[int, Outstanding] = field(factory=dict, init=False)
     #: Number of the newest load when a request went, and its block table.
     _departed: list[tuple[int, list[int]]] = field(factory=list, init=False)
@@ -63,15 +65,22 @@ class Loads:
         )
 
     def disown(self, request_ids: Iterable[str]) -> list[str]:
-        """These lose their blocks; those of them with a load that has to be stopped before."""
+        """These have lost their blocks; those of them with a load into those that has to be stopped.
+
+        A load that was planned since the last step goes to blocks that they were given after that.
+        """
         chosen = set(request_ids)
         stopped = []
         for load_id, load in self._outstanding.items():
-            if load.request_id in chosen and not load.disowned:
+            if load.request_id in chosen and not load.disowned and load_id <= self._planned:
                 load.disowned = True
                 self._cancelled.append(load_id)
                 stopped.append(load.request_id)
         return stopped
+
+    def step_planned(self) -> None:
+        """All loads so far go to the workers with this step."""
+        self._planned = self._ids
 
     def depart(self, request_id: str, blocks: list[int]) -> None:
         """The request is gone: nobody waits for its load, which still has to be answered."""

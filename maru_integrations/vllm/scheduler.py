@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-
-from attrs import frozen
 
 from maru_core import logs
 from maru_core.client import MaruHandler
@@ -15,39 +13,15 @@ from maru_core.keys import KeyChain
 from maru_core.namespace import Namespace
 from maru_integrations.vllm import compat, support
 from maru_integrations.vllm.breaker import Breaker
-from maru_integrations.vllm.loading import Loads, Outstanding
+from maru_integrations.vllm.loading import Loads
 from maru_integrations.vllm.matching import Matcher
 from maru_integrations.vllm.metadata import ERROR, LoadOp, LoadResult, MaruWorkerMetadata, StoreOp, StoreResult
 from maru_integrations.vllm.parking import Parking
+from maru_integrations.vllm.planning import SchedulerSettings, StorePlanner, plan_failure, plan_load
 from maru_integrations.vllm.requests import BadBlocks, RequestState
 from maru_integrations.vllm.stats import MaruStats
 from maru_integrations.vllm.storing import Stores
 from maru_integrations.vllm.worth import Worth
-
-
-@frozen
-class SchedulerSettings:
-    """What the scheduler side needs to know of the engine and its settings. Sizes in tokens, times in seconds.
-
-    ``parks``: hits are loaded between steps; ``block_budget`` and ``window`` bound how many at a time, ``load_timeout``
-    each of them; ``overlap``: their requests may run before everything is there. ``stores_later``: stores run between
-    steps. ``objects_per_chunk`` as in KeyChain. ``token_bytes``: stored bytes of one token; 0: hits are loaded whatever
-    they cost.
-    """
-
-    chunk_tokens: int
-    block_size: int
-    loads: bool
-    stores: bool
-    parks: bool
-    lookup_timeout: float
-    objects_per_chunk: int = 1
-    block_budget: int | None = None
-    window: int = 0
-    load_timeout: float = 0.0
-    overlap: bool = False
-    stores_later: bool = False
-    token_bytes: int = 0
 
 
 class MaruScheduler:
@@ -85,6 +59,7 @@ class MaruScheduler:
         self._parking = Parking(settings.block_size, settings.block_budget, settings.window)
         self._loads = Loads()
         self._stores = Stores()
+        self._planner = StorePlanner(settings, self._breaker, self._loads, self._stores)
         self._worth = Worth(clock, settings.token_bytes) if settings.token_bytes else None
         self._states: dict[str, RequestState] = {}
         self._load_ops: list[LoadOp] = []
@@ -153,41 +128,12 @@ class MaruScheduler:
         self._load_ops.append(self._plan_load(state, compat.group_block_ids(blocks)[0], external))
 
     def _plan_load(self, state: RequestState, table: list[int], external: int) -> LoadOp:
-        hit = state.hit
-        request_id = str(state.request.request_id)
-        load_id = self._loads.number()
-        if hit is None or external > hit.tokens:
-            raise MaruError(f"request {request_id}: vLLM takes {external} external tokens, none were promised")
-        chunk_tokens, block_size = self._settings.chunk_tokens, self._settings.block_size
-        first, last = hit.local, hit.local + external
-        chunk, end_chunk = first // chunk_tokens, -(-last // chunk_tokens)
-        objects = self._settings.objects_per_chunk
-        low, high = (chunk - hit.first_chunk) * objects, (end_chunk - hit.first_chunk) * objects
-        lease = hit.lease
+        op, load = plan_load(self._settings, self._loads.number(), state, table, external)
         state.hit = None
-        state.known = range(chunk, end_chunk)
-        self._bad.overwrite(table, first, last)
-        overlap = self._settings.overlap and self._settings.parks
-        self._loads.begin(
-            load_id,
-            Outstanding(lease, request_id, hit.first_chunk, chunk, end_chunk, first, last, list(table), overlap),
-        )
-        return LoadOp(
-            load_id=load_id,
-            request_id=request_id,
-            parked=self._settings.parks,
-            epoch=lease.epoch,
-            chunk=chunk,
-            first=first,
-            last=last,
-            blocks=table[chunk * chunk_tokens // block_size : -(-last // block_size)],
-            entries=lease.entries[low:high].tolist(),
-            generations=lease.generations[low:high].tolist(),
-            lengths=lease.lengths[low:high].tolist(),
-            keys=lease.keys[low:high],
-            deadline=self._settings.load_timeout if self._settings.parks else 0.0,
-            overlap=overlap,
-        )
+        state.known = range(load.chunk, load.end_chunk)
+        self._bad.overwrite(table, load.first, load.last)
+        self._loads.begin(op.load_id, load)
+        return op
 
     def fail_load(self, request: Any, blocks: Any, external: int) -> None:
         """Planning the load went wrong although vLLM counts on it: have a worker report it as failed."""
@@ -199,22 +145,7 @@ class MaruScheduler:
             state.failed = True
         self._parking.leave(request_id)
         table = compat.group_block_ids(blocks)[0]
-        self._load_ops.append(
-            LoadOp(
-                load_id=self._loads.number(),
-                request_id=request_id,
-                parked=self._settings.parks,
-                epoch=0,
-                chunk=0,
-                first=0,
-                last=len(table) * self._settings.block_size,
-                blocks=table,
-                entries=(),
-                generations=(),
-                lengths=(),
-                keys=(),
-            )
-        )
+        self._load_ops.append(plan_failure(self._settings, self._loads.number(), request_id, table))
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -246,16 +177,8 @@ class MaruScheduler:
         """Follow the step's block tables and pick the chunks that are handed over for when it has run."""
         # With loads under way their ends are worth looking for.
         self._matcher.new_step(idle=not output.num_scheduled_tokens and not len(self._loads))
-        preempted = compat.preempted(output)
-        # Each once, in an order that does not depend on hashes.
-        self._preempted += dict.fromkeys([*self._stores.detach(preempted), *self._loads.disown(preempted)])
-        for request_id in preempted:
-            self._parking.leave(request_id)
-            self._parking.end_load(request_id)
-            state = self._states.get(request_id)
-            if state is not None:
-                self._matcher.drop(state)
-                state.start_over()
+        self._take_away(compat.preempted(output))
+        self._loads.step_planned()
         scheduled: list[tuple[RequestState, int, int]] = []
         for new in output.scheduled_new_reqs:
             state = self._states.get(new.req_id)
@@ -280,17 +203,31 @@ class MaruScheduler:
                 op = self._plan_store(*item)
                 if op is not None:
                     ops.append(op)
-                    if op.asynchronous:
-                        chain = item[0].chain
-                        assert chain is not None
-                        self._stores.begin(op, [chain.keys[chunk] for chunk in op.chunks])
         except BaseException:
             # None of them reaches a worker, so none would ever be answered.
             for op in ops:
                 self._stores.ended(StoreResult(op.store_id, 0, ERROR))
             raise
-        self._stats.count("stores", len(ops))
+        if ops:
+            self._stats.count("stores", len(ops))
         return ops
+
+    def _take_away(self, preempted: Sequence[str]) -> None:
+        """These requests have lost their blocks. One of them may have been given new ones in the same step."""
+        stopped = [*self._stores.detach(preempted), *self._loads.disown(preempted)]
+        self._preempted += dict.fromkeys(stopped)  # each once
+        for request_id in preempted:
+            state = self._states.get(request_id)
+            if self._loads.of(request_id) is not None and state is not None:
+                known = state.known
+                state.start_over()
+                state.known = known
+                continue
+            self._parking.leave(request_id)
+            self._parking.end_load(request_id)
+            if state is not None:
+                self._matcher.drop(state)
+                state.start_over()
 
     def _measure_step(self, scheduled: list[tuple[RequestState, int, int]]) -> None:
         if self._worth is None or not scheduled:
@@ -303,65 +240,12 @@ class MaruScheduler:
 
     def _plan_store(self, state: RequestState, computed: int, count: int) -> StoreOp | None:
         """Chunks that this step completes. A block fills on a step that allocates nothing, too."""
-        chunk_tokens, block_size = self._settings.chunk_tokens, self._settings.block_size
         end = computed + count
         bad = self._bad.first_in(state.blocks, end)
         if bad is not None:
             state.tainted = True
             self._forget_cached(state.blocks[bad:])
-        if not self._settings.stores or state.chain is None or state.tainted:
-            return None
-        if not self._may_store_now(state, end):
-            return None
-        complete = min(end, state.request.num_tokens) // chunk_tokens
-        if complete <= state.next_chunk:
-            return None
-        state.chain.extend(state.request.all_token_ids, complete * chunk_tokens)
-        chunks = [
-            chunk
-            for chunk in range(state.next_chunk, complete)
-            if chunk not in state.known and not self._is_on_its_way(state, chunk)
-        ]
-        state.next_chunk = complete
-        if not chunks:
-            return None
-        per_chunk = chunk_tokens // block_size
-        blocks: list[int] = []
-        for chunk in chunks:
-            blocks += state.blocks[chunk * per_chunk : (chunk + 1) * per_chunk]
-        if len(blocks) != len(chunks) * per_chunk:
-            raise MaruError(
-                f"request {state.request.request_id}: {len(state.blocks)} blocks known, "
-                f"{complete * per_chunk} needed for {complete} chunks"
-            )
-        return StoreOp(
-            request_id=str(state.request.request_id),
-            chunks=chunks,
-            keys=[key for chunk in chunks for key in state.chain.object_keys(chunk, chunk + 1)],
-            parents=[parent for chunk in chunks for parent in state.chain.object_parents(chunk)],
-            blocks=blocks,
-            store_id=self._stores.number() if self._settings.stores_later else 0,
-            asynchronous=self._settings.stores_later,
-        )
-
-    def _may_store_now(self, state: RequestState, end: int) -> bool:
-        """Whether chunks of a request that has computed ``end`` tokens are handed over in this step, or in a later."""
-        if self._breaker.is_open:
-            return False
-        if self._settings.stores_later and end < state.request.num_prompt_tokens:
-            return False
-        load = self._loads.of(str(state.request.request_id)) if self._settings.overlap else None
-        # What is computed on layers that are still on their way is good only if they all come.
-        return load is None or not load.overlap
-
-    def _is_on_its_way(self, state: RequestState, chunk: int) -> bool:
-        """Whether another request's store of the same chunk is under way; this one hears if that fails."""
-        assert state.chain is not None
-        key = state.chain.keys[chunk]
-        if not self._stores.is_pending(key):
-            return False
-        self._stores.join(key, str(state.request.request_id), chunk)
-        return True
+        return self._planner.plan(state, end)
 
     # -- answers -------------------------------------------------------------------------------------------------
 
@@ -487,6 +371,7 @@ class MaruScheduler:
             self._matcher.drop(state)
             state.asked = False
             state.tainted = True
+        self._stores.forget_keys()
         try:
             self._handler.reset()
         except MaruError as error:

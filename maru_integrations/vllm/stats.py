@@ -16,7 +16,7 @@ COUNTERS: Mapping[str, str] = {
     "loads_failed": "Loads of which something had to be computed again.",
     "loads_skipped": "Hits that were computed because loading them was expected to be slower, by reason.",
     "load_bytes": "Bytes moved by loads.",
-    "stores": "Asynchronous stores handed to the workers.",
+    "stores": "Stores handed to the workers; one may have many chunks of a request.",
     "dropped": "Objects that were computed and not stored, by reason.",
 }
 #: What is told as it is now, and its text.

@@ -74,6 +74,12 @@ class Stores:
         mine = [(op.request_id, op.chunks[0])] if pending.attached else []
         return mine + pending.others
 
+    def forget_keys(self) -> None:
+        """What is on its way belongs to a time that is over: the same keys may be stored again."""
+        self._owners.clear()
+        for pending in self._pending.values():
+            pending.others.clear()
+
     def is_outstanding(self, request_id: str) -> bool:
         """Whether a store may still read blocks of this request."""
         return request_id in self._by_request

@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -62,6 +63,13 @@ def kv_of(value: int) -> torch.Tensor:
     """KV of one token, ``[2, layers, hidden]`` int16."""
     count = 2 * LAYERS * HEADS * SIZE
     return ((torch.arange(count) * 31 + value % 30011) % 32000).to(torch.int16).view(2, LAYERS, HEADS * SIZE)
+
+
+def kv_of_all(values: Sequence[int]) -> torch.Tensor:
+    """:func:`kv_of` for several tokens, ``[tokens, 2, layers, hidden]``."""
+    count = 2 * LAYERS * HEADS * SIZE
+    seeds = torch.tensor([value % 30011 for value in values], dtype=torch.int64)
+    return ((torch.arange(count) * 31 + seeds[:, None]) % 32000).to(torch.int16).view(-1, 2, LAYERS, HEADS * SIZE)
 
 
 def sample(value: int) -> int:
@@ -117,6 +125,11 @@ class Engine:
     external: dict[str, int] = field(factory=dict)
     #: Whether each layer's hook is called, as it is not where vLLM replays one graph of the whole model.
     hooks: bool = True
+    #: A step is planned and run before vLLM sees the results of the one before.
+    ahead: bool = False
+    unseen: tuple[Any, ModelRunnerOutput] | None = None
+    #: With that, tokens of running requests as the worker knows them.
+    texts: dict[str, list[int]] = field(factory=dict)
     names: list[str] = field(factory=list)
 
     def add(self, name: str, prompt: Sequence[int], max_tokens: int = 3, **fields: Any) -> Request:
@@ -178,9 +191,14 @@ class Engine:
             pooler_output=[],
             kv_connector_output=connector_output,
         )
-        for per_client in self.scheduler.update_from_output(output, reply).values():
-            for item in per_client.outputs:
-                self.answers[item.request_id] += item.new_token_ids
+        if self.ahead:
+            seen, self.unseen = self.unseen, (output, reply)
+        else:
+            seen = (output, reply)
+        if seen is not None:
+            for per_client in self.scheduler.update_from_output(*seen).values():
+                for item in per_client.outputs:
+                    self.answers[item.request_id] += item.new_token_ids
         return output
 
     def run(self, limit: int = 400) -> None:
@@ -198,6 +216,7 @@ class Engine:
         deadline = time.monotonic() + seconds
         while self.scheduler.requests and time.monotonic() < deadline:
             self.step()
+        self.step()
         assert not self.scheduler.requests, f"still kept: {sorted(self.scheduler.requests)}"
         self.step()  # the step that tells workers what finished
 
@@ -219,41 +238,46 @@ class Engine:
             ids = list(fresh[0]) if fresh is not None else []
             self.tables[name] = ids if name in cached.resumed_req_ids else self.tables[name] + ids
             starts[name] = cached.num_computed_tokens[index]
+        for name in [*(new.req_id for new in output.scheduled_new_reqs), *cached.resumed_req_ids]:
+            self.texts[name] = list(self.scheduler.requests[name].all_token_ids)
         # A layer's KV of a step is written before any of its attention reads.
         work = []
         for name, count in output.num_scheduled_tokens.items():
-            tokens = list(self.scheduler.requests[name].all_token_ids)
-            work.append((name, tokens, chain(tokens), starts[name], starts[name] + count))
+            tokens = list(self.texts[name] if self.ahead else self.scheduler.requests[name].all_token_ids)
+            values = chain(tokens)
+            work.append((name, tokens, values, kv_of_all(values), starts[name], starts[name] + count))
         bad = set()
         for layer, hook in enumerate(self.names):
             if hooks:
                 self.worker.wait_for_layer_load(hook)
-            for name, _, values, first, last in work:
-                for position in range(first, last):
-                    self._write(self.tables[name], position, kv_of(values[position]), layer)
-            for name, _, values, first, _ in work:
-                blocks, cache = self.tables[name], self.caches[layer]
-                for position in range(first):
-                    held = cache[:, blocks[position // BLOCK], position % BLOCK].reshape(2, -1)
-                    if not torch.equal(held, kv_of(values[position])[:, layer]):
-                        bad.add(name)
-                        break
+            for name, _, _, want, first, last in work:
+                self._slots(name, first, last, layer, want[first:last])
+            for name, _, _, want, first, _ in work:
+                if not torch.equal(self._slots(name, 0, first, layer), want[:first, :, layer]):
+                    bad.add(name)
         self.poisoned |= bad
         sampled: dict[str, list[int]] = {}
-        for name, tokens, values, first, last in work:
+        for name, tokens, values, _, first, last in work:
             if name in bad:
-                for position in range(first, last):
-                    for layer in range(len(self.caches)):
-                        self._write(self.tables[name], position, kv_of(values[position] + 17), layer)
+                wrong = kv_of_all([value + 17 for value in values[first:last]])
+                for layer in range(len(self.caches)):
+                    self._slots(name, first, last, layer, wrong)
             sampled[name] = []
             if last == len(tokens):
                 sampled[name] = [POISON if name in bad else sample(values[last - 1])]
+                self.texts[name] += sampled[name]
         return sampled
 
-    def _write(self, blocks: Sequence[int], position: int, value: torch.Tensor, layer: int) -> None:
-        block, slot = blocks[position // BLOCK], position % BLOCK
-        assert block != 0, "block 0 is vLLM's null block"
-        self.caches[layer][:, block, slot] = value[:, layer].view(2, HEADS, SIZE)
+    def _slots(self, name: str, first: int, last: int, layer: int, kv: torch.Tensor | None = None) -> torch.Tensor:
+        """One layer's KV of a request's tokens ``[first, last)``, ``[tokens, 2, hidden]``, written first if given."""
+        positions = range(first, last)
+        blocks = torch.tensor([self.tables[name][position // BLOCK] for position in positions], dtype=torch.int64)
+        slots = torch.tensor([position % BLOCK for position in positions], dtype=torch.int64)
+        assert not len(blocks) or int(blocks.min()) > 0, "block 0 is vLLM's null block"
+        cache = self.caches[layer]
+        if kv is not None:
+            cache[:, blocks, slots] = kv[:, :, layer].transpose(0, 1).reshape(2, -1, HEADS, SIZE)
+        return cache[:, blocks, slots].reshape(2, -1, HEADS * SIZE).transpose(0, 1)
 
     def close(self) -> None:
         """End the worker's threads."""
@@ -272,11 +296,12 @@ def make_engine(
     prefix_caching: bool = True,
     handler: Callable[[FakeStore], Any] = FakeHandler,
     threads: bool = False,
+    ahead: bool = False,
 ) -> Engine:
     """An engine on ``store``; ``extra`` goes into the connector's settings.
 
     Without ``threads`` everything is done within the steps, whatever the settings say; with them the worker has those
-    that the settings ask for, and the engine has to be closed.
+    that the settings ask for, and the engine has to be closed. ``ahead``: asynchronous scheduling.
     """
     cache = CacheConfig(
         block_size=BLOCK,
@@ -295,7 +320,7 @@ def make_engine(
             max_model_len=2048,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
-            async_scheduling=False,
+            async_scheduling=ahead,
         ),
         kv_transfer_config=KVTransferConfig(
             kv_connector="MaruKVConnector",
@@ -304,6 +329,7 @@ def make_engine(
             kv_connector_extra_config={"maru_kv_chunk_tokens": CHUNK, **(extra or {})},
         ),
     )
+    config.scheduler_config.async_scheduling = ahead  # vLLM switches it off for the CPU
     names = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float16)
     kv_cache = KVCacheConfig(
@@ -312,7 +338,7 @@ def make_engine(
     connect = setup.connect
     setup.connect = lambda plan, role: handler(store)  # type: ignore[assignment]
     try:
-        scheduler = Scheduler(
+        scheduler = (AsyncScheduler if ahead else Scheduler)(
             vllm_config=config,
             kv_cache_config=kv_cache,
             block_size=BLOCK,
@@ -345,7 +371,9 @@ def make_engine(
         threads=setup.threads_of(plan, paged, caches[0].device) if threads else None,
     )
     side.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
-    engine = Engine(scheduler, side, worker, store, caches, get_request_block_hasher(BLOCK, hash_fn), names=names)
+    engine = Engine(
+        scheduler, side, worker, store, caches, get_request_block_hasher(BLOCK, hash_fn), names=names, ahead=ahead
+    )
     watch(engine)
     return engine
 

@@ -97,8 +97,10 @@ def live(
             engine.store.up = not engine.store.up
         elif dice < 0.18:
             engine.store.epoch += 1
-        elif dice < 0.20:
+        elif dice < 0.19:
             engine.scheduler.reset_prefix_cache()
+        elif dice < 0.20 and len(engine.scheduler.running) == len(engine.scheduler.requests) and not engine.ahead:
+            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
         elif dice < 0.21:
             engine.side.reset_cache()
         elif dice < 0.30:
@@ -115,7 +117,13 @@ def live(
 
 
 def check_two_lives(
-    engine_on: Callable[..., Engine], seed: int, leaps: int, knobs: list[dict[str, Any]], threads: bool, steps: int
+    engine_on: Callable[..., Engine],
+    seed: int,
+    leaps: int,
+    knobs: list[dict[str, Any]],
+    threads: bool,
+    steps: int,
+    ahead: bool = False,
 ) -> None:
     """One engine after the other on a store, each with its settings."""
     rng = random.Random(seed)
@@ -134,6 +142,7 @@ def check_two_lives(
             max_seqs=rng.choice([2, 8]),
             prefix_caching=rng.random() < 0.8,
             threads=threads,
+            ahead=ahead,
         )
         scheduler = engine.side._scheduler
         assert scheduler is not None
@@ -148,7 +157,7 @@ def check_two_lives(
         deadline = time.monotonic() + 1.0
         while scheduler._stores.outstanding and time.monotonic() < deadline:
             engine.step()
-        if not extra.get("maru_async_load") or extra.get("maru_overlap_load_with_compute"):
+        if not (extra.get("maru_async_load") or ahead) or extra.get("maru_overlap_load_with_compute"):
             engine.poisoned.clear()  # computed on a load that failed in the same step, and computed again
         settled(engine, free)
         for key in [key for key, found in store.objects.items() if found.entry in store.lost]:
@@ -167,6 +176,17 @@ def test_two_engines_on_one_store(engine_on: Callable[..., Engine], seed: int, l
         for _ in range(2)
     ]
     check_two_lives(engine_on, seed, leaps, knobs, bool(seed % 2), STEPS)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_two_engines_that_plan_ahead(engine_on: Callable[..., Engine], seed: int, threads: bool) -> None:
+    """Asynchronous scheduling: every hit is parked, and what a step brings is seen one step later."""
+    rng = random.Random(f"ahead {seed}")
+    knobs = [{name: value for name, value in KNOBS.items() if rng.random() < 0.6} for _ in range(2)]
+    for extra in knobs:
+        extra.pop("maru_overlap_load_with_compute", None)
+    check_two_lives(engine_on, seed, 0, knobs, threads, STEPS, ahead=True)
 
 
 @pytest.mark.long

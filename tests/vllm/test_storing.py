@@ -25,13 +25,16 @@ class StoresMachine(RuleBasedStateMachine):
         self.stores = Stores()
         self.ops: dict[int, StoreOp] = {}
         self.attached: set[int] = set()
+        self.forgotten: set[int] = set()
         self.waiting: dict[int, list[tuple[str, int]]] = {}
 
     @rule(name=NAMES, chunks=st.sets(st.integers(0, 5), min_size=1))
     def complete(self, name: str, chunks: set[int]) -> None:
         mine = []
         for chunk in sorted(chunks):
-            owner = [store_id for store_id, op in self.ops.items() if KEYS[chunk] in op.keys]
+            owner = [
+                number for number, op in self.ops.items() if KEYS[chunk] in op.keys and number not in self.forgotten
+            ]
             assert self.stores.is_pending(KEYS[chunk]) == bool(owner)
             if owner:
                 self.stores.join(KEYS[chunk], name, chunk)
@@ -65,6 +68,12 @@ class StoresMachine(RuleBasedStateMachine):
         lose = {op.request_id for number, op in self.ops.items() if number in self.attached} & names
         assert set(self.stores.detach(names)) == lose
         self.attached -= {number for number, op in self.ops.items() if op.request_id in names}
+
+    @rule()
+    def reset(self) -> None:
+        self.stores.forget_keys()
+        self.waiting = {number: [] for number in self.ops}
+        self.forgotten = set(self.ops)
 
     @invariant()
     def blocks_are_kept_while_they_are_read(self) -> None:

@@ -1,0 +1,156 @@
+"""What goes to the workers: a request's promised chunks as a load, its complete chunks as a store. No I/O."""
+
+from __future__ import annotations
+
+from attrs import define, frozen
+
+from maru_core.errors import MaruError
+from maru_integrations.vllm.breaker import Breaker
+from maru_integrations.vllm.loading import Loads, Outstanding
+from maru_integrations.vllm.metadata import LoadOp, StoreOp
+from maru_integrations.vllm.requests import RequestState
+from maru_integrations.vllm.storing import Stores
+
+
+@frozen
+class SchedulerSettings:
+    """What the scheduler side needs to know of the engine and its settings. Sizes in tokens, times in seconds.
+
+    ``parks``: hits are loaded between steps; ``block_budget`` and ``window`` bound how many at a time, ``load_timeout``
+    each of them; ``overlap``: their requests may run before everything is there. ``stores_later``: stores run between
+    steps. ``objects_per_chunk`` as in KeyChain. ``token_bytes``: stored bytes of one token; 0: hits are loaded whatever
+    they cost.
+    """
+
+    chunk_tokens: int
+    block_size: int
+    loads: bool
+    stores: bool
+    parks: bool
+    lookup_timeout: float
+    objects_per_chunk: int = 1
+    block_budget: int | None = None
+    window: int = 0
+    load_timeout: float = 0.0
+    overlap: bool = False
+    stores_later: bool = False
+    token_bytes: int = 0
+
+
+def plan_load(
+    settings: SchedulerSettings, load_id: int, state: RequestState, table: list[int], external: int
+) -> tuple[LoadOp, Outstanding]:
+    """The load of ``external`` promised tokens into block table ``table``; raises MaruError without such a promise."""
+    hit, request_id = state.hit, str(state.request.request_id)
+    if hit is None or external > hit.tokens:
+        raise MaruError(f"request {request_id}: vLLM takes {external} external tokens, none were promised")
+    chunk_tokens, objects = settings.chunk_tokens, settings.objects_per_chunk
+    first, last = hit.local, hit.local + external
+    chunk, end_chunk = first // chunk_tokens, -(-last // chunk_tokens)
+    low, high = (chunk - hit.first_chunk) * objects, (end_chunk - hit.first_chunk) * objects
+    lease, overlap = hit.lease, settings.overlap and settings.parks
+    op = LoadOp(
+        load_id=load_id,
+        request_id=request_id,
+        parked=settings.parks,
+        epoch=lease.epoch,
+        chunk=chunk,
+        first=first,
+        last=last,
+        blocks=table[chunk * chunk_tokens // settings.block_size : -(-last // settings.block_size)],
+        entries=lease.entries[low:high].tolist(),
+        generations=lease.generations[low:high].tolist(),
+        lengths=lease.lengths[low:high].tolist(),
+        keys=lease.keys[low:high],
+        deadline=settings.load_timeout if settings.parks else 0.0,
+        overlap=overlap,
+    )
+    return op, Outstanding(lease, request_id, hit.first_chunk, chunk, end_chunk, first, last, list(table), overlap)
+
+
+def plan_failure(settings: SchedulerSettings, load_id: int, request_id: str, table: list[int]) -> LoadOp:
+    """A load that no worker can do, so that all blocks of ``table`` are reported as failed."""
+    return LoadOp(
+        load_id=load_id,
+        request_id=request_id,
+        parked=settings.parks,
+        epoch=0,
+        chunk=0,
+        first=0,
+        last=len(table) * settings.block_size,
+        blocks=table,
+        entries=(),
+        generations=(),
+        lengths=(),
+        keys=(),
+    )
+
+
+@define
+class StorePlanner:
+    """Picks the chunks of a request that are handed over in a step. Each once, in whatever steps they fill."""
+
+    settings: SchedulerSettings
+    breaker: Breaker
+    loads: Loads
+    stores: Stores
+
+    def plan(self, state: RequestState, end: int) -> StoreOp | None:
+        """Chunks of the first ``end`` tokens, which will be computed when the step has run, that were not planned."""
+        if not self.settings.stores or state.chain is None or state.tainted or not self._is_time(state, end):
+            return None
+        chunk_tokens, block_size = self.settings.chunk_tokens, self.settings.block_size
+        complete = min(end, state.request.num_tokens) // chunk_tokens
+        if complete <= state.next_chunk:
+            return None
+        state.chain.extend(state.request.all_token_ids, complete * chunk_tokens)
+        chunks = [
+            chunk
+            for chunk in range(state.next_chunk, complete)
+            if chunk not in state.known and not self._is_on_its_way(state, chunk)
+        ]
+        state.next_chunk = complete
+        if not chunks:
+            return None
+        per_chunk = chunk_tokens // block_size
+        blocks: list[int] = []
+        for chunk in chunks:
+            blocks += state.blocks[chunk * per_chunk : (chunk + 1) * per_chunk]
+        if len(blocks) != len(chunks) * per_chunk:
+            raise MaruError(
+                f"request {state.request.request_id}: {len(state.blocks)} blocks known, "
+                f"{complete * per_chunk} needed for {complete} chunks"
+            )
+        later = self.settings.stores_later
+        op = StoreOp(
+            request_id=str(state.request.request_id),
+            chunks=chunks,
+            keys=[key for chunk in chunks for key in state.chain.object_keys(chunk, chunk + 1)],
+            parents=[parent for chunk in chunks for parent in state.chain.object_parents(chunk)],
+            blocks=blocks,
+            store_id=self.stores.number() if later else 0,
+            asynchronous=later,
+        )
+        if later:
+            self.stores.begin(op, [state.chain.keys[chunk] for chunk in chunks])
+        return op
+
+    def _is_time(self, state: RequestState, end: int) -> bool:
+        """Whether chunks are handed over in this step; otherwise in a later one."""
+        if self.breaker.is_open:
+            # A server that is late would be waited for by the step.
+            return False
+        if self.settings.stores_later and end < state.request.num_prompt_tokens:
+            return False
+        load = self.loads.of(str(state.request.request_id)) if self.settings.overlap else None
+        # What is computed on layers that are still on their way is good only if they all come.
+        return load is None or not load.overlap
+
+    def _is_on_its_way(self, state: RequestState, chunk: int) -> bool:
+        """Whether another request's store of the same chunk is under way; this one hears if that fails."""
+        assert state.chain is not None
+        key = state.chain.keys[chunk]
+        if not self.stores.is_pending(key):
+            return False
+        self.stores.join(key, str(state.request.request_id), chunk)
+        return True
