@@ -27,6 +27,10 @@ class ChunkShape:
         """Blocks of a chunk."""
         return self.chunk_tokens // self.block_size
 
+    def objects_of(self, chunks: range) -> range:
+        """The objects of chunks that are counted from the same first one."""
+        return range(chunks.start * self.objects, chunks.stop * self.objects)
+
     def layer(self, index: int) -> int | None:
         """The one layer that object ``index`` of a request's holds; ``None`` when an object holds them all."""
         return index % self.objects if self.objects > 1 else None
@@ -69,11 +73,15 @@ def load_copies(op: LoadOp, shape: ChunkShape, chunks: range, view: Callable[[in
 
 
 def failed_blocks(op: LoadOp, shape: ChunkShape, good: int) -> Sequence[int]:
-    """Blocks that hold undefined KV when only the first ``good`` chunks of a load arrived."""
-    if good >= chunks_of(op, shape):
+    """Blocks that hold undefined KV when only the first ``good`` objects of a load arrived.
+
+    A chunk counts with all of its objects only.
+    """
+    whole = good // shape.objects
+    if whole >= chunks_of(op, shape):
         return ()
     base = op.chunk * shape.chunk_tokens
-    first_bad = max(op.first - base, good * shape.chunk_tokens)
+    first_bad = max(op.first - base, whole * shape.chunk_tokens)
     return op.blocks[first_bad // shape.block_size : -(-(op.last - base) // shape.block_size)]
 
 

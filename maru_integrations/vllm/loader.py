@@ -12,10 +12,11 @@ from attrs import frozen
 
 from maru_core import logs
 from maru_core.contracts import LayeredLoad, LoadsByLayer
+from maru_core.errors import BackendError, Unavailable
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape, chunks_of, failed_blocks, load_copies, problem_of
 from maru_integrations.vllm.loadqueue import Ended, LoadJob, LoadQueue, cut
-from maru_integrations.vllm.metadata import LoadOp
+from maru_integrations.vllm.metadata import CANCELLED, UNAVAILABLE, LoadOp
 from maru_integrations.vllm.moving import Link, fetch, leading
 from maru_integrations.vllm.overlap import LoadsInUse
 from maru_integrations.vllm.streams import Lane
@@ -81,11 +82,11 @@ class Loader:
             problem = problem_of(op, self._shape)
             chunks = chunks_of(op, self._shape)
             if problem is not None or chunks < 1:
-                self._tell_failure(op, problem or f"request {op.request_id}: nothing to load")
+                self._log.warning("maru.load_error", request=op.request_id, error=problem or "nothing to load")
                 self._answers.load_ended(op, 0, failed_blocks(op, self._shape, 0))
                 continue
             whole = self._early(op) and not self._told_plain
-            cuts = (chunks,) if whole else cut(chunks, self._shape.nbytes, self._settings.piece_bytes)
+            cuts = cut(chunks, self._shape, chunks * self._shape.nbytes if whole else self._settings.piece_bytes)
             with self._ready:
                 self._queue.add(op, fence, cuts, self._clock())
                 self._ready.notify()
@@ -120,9 +121,9 @@ class Loader:
             self._log.error(
                 "maru.load_stuck",
                 request=stuck.op.request_id,
-                key=stuck.op.keys[stuck.good * self._shape.objects].hex(),
-                chunks_done=stuck.good,
-                of=chunks_of(stuck.op, self._shape),
+                key=stuck.op.keys[stuck.good].hex(),
+                objects_done=stuck.good,
+                of=len(stuck.op.keys),
                 seconds=round(now - stuck.arrived, 2),
                 effect="the copy has not returned; its blocks stay reserved until it does",
             )
@@ -164,7 +165,7 @@ class Loader:
         self._thread = None
         for job in self._queue.jobs:
             self._queue.end_copy(job)
-        return self._queue.end_all("the thread that loads ended")
+        return self._queue.end_all(UNAVAILABLE, "the thread that loads ended")
 
     # -- on the loader's thread ------------------------------------------------------------------------------------
 
@@ -183,21 +184,24 @@ class Loader:
                     self._work(job)
 
     def _work(self, job: LoadJob) -> None:
-        good, why = 0, ""
+        good, reason, why = 0, "", ""
         try:
             good = self._move(job)
         except BaseException as error:  # noqa: BLE001 - whatever it is, this load failed and the next ones go on
             why = f"{type(error).__name__}: {error}"
+            # Then the objects are not at fault.
+            reason = UNAVAILABLE if isinstance(error, Unavailable | BackendError) else ""
         with self._ready:
-            ended = self._queue.moved(job, good, why, self._clock())
+            ended = self._queue.moved(job, good, self._clock(), reason, why)
         self._deliver(ended)
 
     def _move(self, job: LoadJob) -> int:
         link, op, piece = self._link(), job.op, job.piece
+        chunks = range(piece.start // self._shape.objects, piece.stop // self._shape.objects)
         if self._early(op):
             transfer = link.transfer
             if isinstance(transfer, LoadsByLayer):
-                return self._move_by_layer(job, link, transfer)
+                return self._move_by_layer(job, chunks, link, transfer)
             if not self._told_plain:
                 self._told_plain = True
                 self._log.warning(
@@ -205,14 +209,13 @@ class Loader:
                     reason=f"the transfer engine ({type(transfer).__name__}) does not load layer by layer",
                     effect="requests go on when all layers are there",
                 )
-        return fetch(link, op, self._shape, piece, partial(self._copying, job, len(piece)))
+        return fetch(link, op, self._shape, chunks, partial(self._copying, job, len(chunks)))
 
-    def _move_by_layer(self, job: LoadJob, link: Link, transfer: LoadsByLayer) -> int:
+    def _move_by_layer(self, job: LoadJob, chunks: range, link: Link, transfer: LoadsByLayer) -> int:
         """The whole load; its request may go on before it is complete, so every object is proven before that."""
-        op, chunks = job.op, job.piece
+        op = job.op
         located = link.handler.adopt(op.epoch, op.entries, op.generations, op.lengths, op.keys)
-        proven = leading(located.check(), self._shape)
-        if proven < len(chunks):
+        if not all(located.check()):
             return fetch(link, op, self._shape, chunks, partial(self._copying, job, len(chunks)))
         copies = load_copies(op, self._shape, chunks, located.view)
         with located.reading(), self._copying(job, len(chunks)) as allowed:
@@ -224,7 +227,7 @@ class Loader:
                 self._follow(job, load)
             finally:
                 load.finish()
-        return leading(located.verify(), self._shape)
+        return leading(located.verify())
 
     def _follow(self, job: LoadJob, load: LayeredLoad) -> None:
         """Release the request as soon as enough layers are there."""
@@ -266,15 +269,15 @@ class Loader:
         for end in ended:
             op, failed = end.job.op, failed_blocks(end.job.op, self._shape, end.good)
             if failed:
-                self._tell_failure(op, end.why, end.good)
+                self._tell_failure(op, end)
                 if end.job.released:
                     self._on_late_failure()
             elif self._settings.log_timing:
                 took = round((self._clock() - end.job.arrived) * 1000, 2)
-                self._log.info("maru.load", request=op.request_id, chunks=end.good, ms=took, released=end.job.released)
-            self._answers.load_ended(op, end.good * self._shape.objects, failed)
+                self._log.info("maru.load", request=op.request_id, objects=end.good, ms=took, early=end.job.released)
+            self._answers.load_ended(op, end.good, failed, end.reason)
             self.in_use.end(op.load_id)
 
-    def _tell_failure(self, op: LoadOp, why: str, good: int = 0) -> None:
-        if why != "cancelled":
-            self._log.warning("maru.load_error", request=op.request_id, chunks_loaded=good, error=why)
+    def _tell_failure(self, op: LoadOp, end: Ended) -> None:
+        if end.reason != CANCELLED:
+            self._log.warning("maru.load_error", request=op.request_id, objects_loaded=end.good, error=end.why)

@@ -16,7 +16,8 @@ from typing import Any
 
 from attrs import define, frozen
 
-from maru_integrations.vllm.metadata import LoadOp
+from maru_integrations.vllm.copies import ChunkShape
+from maru_integrations.vllm.metadata import CANCELLED, LATE, LoadOp
 
 
 class Phase(Enum):
@@ -32,7 +33,7 @@ class Phase(Enum):
 
 @define(eq=False)
 class LoadJob:
-    """One load. ``cuts`` are the ends of its pieces, in chunks from its first; ``good`` counts proven chunks.
+    """One load. ``cuts`` are the ends of its pieces, in objects from its first; ``good`` counts proven objects.
 
     ``fence`` is what its copies come after. ``released``: its request was reported before all of it is there.
     """
@@ -56,23 +57,27 @@ class LoadJob:
 
     @property
     def piece(self) -> range:
-        """Chunks of the next piece, counted from the load's first."""
+        """Objects of the next piece, counted from the load's first."""
         return range(self.cuts[self.moved - 1] if self.moved else 0, self.cuts[self.moved])
 
 
 @frozen(eq=False)
 class Ended:
-    """A load that is over: ``good`` of its chunks, from the front, arrived and are proven. ``why`` names a failure."""
+    """A load that is over: ``good`` of its objects, from the front, arrived and are proven.
+
+    When that is not all, ``reason`` is that of LoadResult, and ``why`` is for people.
+    """
 
     job: LoadJob
     good: int
-    why: str
+    reason: str = ""
+    why: str = ""
 
 
-def cut(chunks: int, chunk_bytes: int, piece_bytes: int) -> tuple[int, ...]:
-    """Ends of the pieces of a load of ``chunks`` chunks: whole chunks, at most ``piece_bytes`` or else one chunk."""
-    step = max(1, piece_bytes // max(1, chunk_bytes))
-    return (*range(step, chunks, step), chunks) if chunks else ()
+def cut(chunks: int, shape: ChunkShape, piece_bytes: int) -> tuple[int, ...]:
+    """Ends, in objects, of the pieces of ``chunks`` chunks: whole chunks, of ``piece_bytes`` at most or one chunk."""
+    step = max(1, piece_bytes // max(1, shape.nbytes))
+    return tuple(end * shape.objects for end in (*range(step, chunks, step), chunks)) if chunks else ()
 
 
 class LoadQueue:
@@ -112,9 +117,9 @@ class LoadQueue:
         """Whether its pages may be written to now; not when the load has ended, was cancelled or is too late."""
         if job.phase is Phase.ENDED:
             return False, []
-        why = self._over(job, now)
-        if why:
-            return False, [self._end(job, why)]
+        reason = self._over(job, now)
+        if reason:
+            return False, [self._end(job, reason)]
         job.phase = Phase.COPYING
         return True, []
 
@@ -123,17 +128,19 @@ class LoadQueue:
         if job.phase is Phase.COPYING:
             job.phase = Phase.READING
 
-    def moved(self, job: LoadJob, good: int, why: str, now: float) -> list[Ended]:
-        """Its piece was dealt with: ``good`` chunks of it, from its front, are proven; ``why`` the rest is not."""
+    def moved(self, job: LoadJob, good: int, now: float, reason: str = "", why: str = "") -> list[Ended]:
+        """Its piece was dealt with: ``good`` objects of it, from its front, are proven; ``why`` the rest is not."""
         if job.phase is Phase.ENDED:
             return []
         piece = job.piece
         job.good = piece.start + good
         job.moved += 1
         if good < len(piece):
-            return [self._end(job, why or "what was copied is not what was granted")]
+            # What was stopped on purpose says nothing against its objects.
+            reason = (self._over(job, now) or reason) if why else ""
+            return [self._end(job, reason, why or "what was copied is not what was granted")]
         if not job.pieces_left:
-            return [self._end(job, "")]
+            return [self._end(job)]
         over = self._over(job, now)
         if over:
             return [self._end(job, over)]
@@ -154,31 +161,31 @@ class LoadQueue:
             if job.op.load_id in load_ids:
                 job.cancelled = True
                 if job.phase is not Phase.COPYING:
-                    ended.append(self._end(job, "cancelled"))
+                    ended.append(self._end(job, CANCELLED))
         return ended
 
     def expire(self, now: float) -> list[Ended]:
         """Loads whose deadline has passed; one that is being copied ends with its piece."""
         late = [job for job in self._jobs if job.expires <= now and job.phase is not Phase.COPYING]
-        return [self._end(job, why) for job in late if (why := self._over(job, now))]
+        return [self._end(job, self._over(job, now)) for job in late]
 
     def stuck(self, now: float) -> LoadJob | None:
         """The load that is past its deadline and cannot end because a copy of it has not returned."""
         late = (job for job in self._jobs if job.phase is Phase.COPYING and job.expires <= now)
         return next(late, None)
 
-    def end_all(self, why: str) -> list[Ended]:
+    def end_all(self, reason: str, why: str) -> list[Ended]:
         """End everything; for when nobody works on it any more."""
-        return [self._end(job, why) for job in self.jobs]
+        return [self._end(job, reason, why) for job in self.jobs]
 
     def _over(self, job: LoadJob, now: float) -> str:
         if job.cancelled:
-            return "cancelled"
-        if job.expires <= now:
-            return f"not loaded within its deadline of {job.op.deadline:g} s"
-        return ""
+            return CANCELLED
+        return LATE if job.expires <= now else ""
 
-    def _end(self, job: LoadJob, why: str) -> Ended:
+    def _end(self, job: LoadJob, reason: str = "", why: str = "") -> Ended:
         job.phase = Phase.ENDED
         self._jobs.remove(job)
-        return Ended(job, job.good, why)
+        if reason == LATE:
+            why = f"not loaded within its deadline of {job.op.deadline:g} s"
+        return Ended(job, job.good, reason, why)

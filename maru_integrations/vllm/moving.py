@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from attrs import define
@@ -55,24 +55,23 @@ def at_once() -> AbstractContextManager[bool]:
 def fetch(link: Link, op: LoadOp, shape: ChunkShape, chunks: range, copying: Copying = at_once) -> int:
     """Copy ``chunks`` (counted from the load's first) into their blocks.
 
-    Returns how many of them, from the front, are there and proven after the copy to be those that were granted. Raises
-    MaruError; then none of them is.
+    Returns how many of their objects, from the front, are there and proven after the copy to be those that were
+    granted. Raises MaruError; then none of them is.
     """
-    objects = slice(chunks.start * shape.objects, chunks.stop * shape.objects)
-    located = link.handler.adopt(
-        op.epoch, op.entries[objects], op.generations[objects], op.lengths[objects], op.keys[objects]
-    )
+    objects = shape.objects_of(chunks)
+    part = slice(objects.start, objects.stop)
+    located = link.handler.adopt(op.epoch, op.entries[part], op.generations[part], op.lengths[part], op.keys[part])
     copies = load_copies(op, shape, chunks, located.view)
     with located.reading(), copying() as allowed:
         if not allowed:
             return 0
         link.transfer.load(op.blocks, copies)
-    return leading(located.check(), shape)
+    return leading(located.check())
 
 
-def leading(fine: list[bool], shape: ChunkShape) -> int:
-    """How many chunks from the front are fine, given that for each of their objects."""
-    return next((index for index, good in enumerate(fine) if not good), len(fine)) // shape.objects
+def leading(fine: Sequence[bool]) -> int:
+    """How many are fine before the first that is not."""
+    return next((index for index, good in enumerate(fine) if not good), len(fine))
 
 
 def write(

@@ -50,7 +50,7 @@ class StoreJob:
         return range(self.cuts[self.moved - 1] if self.moved else 0, self.cuts[self.moved])
 
 
-@frozen(eq=False)
+@frozen
 class Saved:
     """A store that is over and reads its pages no more; ``reason`` is one of metadata's when not all was kept."""
 

@@ -64,14 +64,13 @@ class Saver:
         fence = self._lane.fence()
         for op in ops:
             nbytes = -(-len(op.keys) * self._shape.nbytes // self._shape.objects)
-            cuts = cut(len(op.keys) // self._shape.objects, self._shape.nbytes, self._settings.piece_bytes)
-            objects = tuple(end * self._shape.objects for end in cuts)
-            if not objects or objects[-1] != len(op.keys) or len(op.parents) != len(op.keys):
+            cuts = cut(len(op.keys) // self._shape.objects, self._shape, self._settings.piece_bytes)
+            if not cuts or cuts[-1] != len(op.keys) or len(op.parents) != len(op.keys):
                 self._deliver([Saved(op, 0, ERROR)])
                 continue
             with self._ready:
                 ended = [] if not self._closing else [Saved(op, 0, ERROR)]
-                ended = ended or self._queue.add(op, fence, weights_epoch, objects, nbytes)
+                ended = ended or self._queue.add(op, fence, weights_epoch, cuts, nbytes)
                 self._ready.notify_all()
             self._deliver(ended)
         self._revive()

@@ -7,6 +7,7 @@ thread did is done, and nothing is needed.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -63,7 +64,7 @@ class DeviceLane:
 
     def fence(self) -> Any:
         """An event of the calling thread's current stream."""
-        import torch
+        torch = importlib.import_module("torch")
 
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
@@ -72,7 +73,7 @@ class DeviceLane:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """The calling thread's device and current stream are this lane's."""
-        import torch
+        torch = importlib.import_module("torch")
 
         with torch.cuda.device(self._device):
             if self._stream is None:

@@ -132,7 +132,7 @@ class MaruWorker:
             failed = failed_blocks(op, self._shape, good)
             if failed:
                 self._load_failed = True
-            self._answers.load_ended(op, good * self._shape.objects, failed)
+            self._answers.load_ended(op, good, failed)
 
     def _load(self, op: LoadOp) -> int:
         start = time.perf_counter()

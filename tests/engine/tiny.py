@@ -416,11 +416,13 @@ def main() -> None:
     """Run every scenario; what one raises is its result, so that the others still count."""
     import traceback
 
+    from tests.engine import between_steps
+
     model, runtime, options, settings, *names = [*sys.argv[1:], "{}", "{}"][: max(4, len(sys.argv) - 1)]
     common = {"maru_pool_size": "64M", "maru_runtime_dir": runtime, "maru_idle_exit": 2, "maru_lookup_timeout": 10}
     tiny = Tiny(model, {**common, **json.loads(settings)}, json.loads(options))
     results: dict[str, Any] = {}
-    chosen = [globals()[name] for name in names] or SCENARIOS
+    chosen = [globals().get(name) or getattr(between_steps, name) for name in names] or SCENARIOS
     for scenario in chosen:
         try:
             tiny.forget()

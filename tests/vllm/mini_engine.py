@@ -39,7 +39,7 @@ from maru_integrations.vllm import compat, setup
 from maru_integrations.vllm.connector import MaruKVConnector
 from maru_integrations.vllm.copies import ChunkShape
 from maru_integrations.vllm.moving import Link
-from maru_integrations.vllm.worker import MaruWorker
+from maru_integrations.vllm.worker import MaruWorker, Threads
 from maru_transfer.torch_copy import TorchCopyEngine
 from tests.vllm.fake_store import FakeHandler, FakeStore
 
@@ -295,13 +295,15 @@ def make_engine(
     extra: dict[str, Any] | None = None,
     prefix_caching: bool = True,
     handler: Callable[[FakeStore], Any] = FakeHandler,
-    threads: bool = False,
     ahead: bool = False,
+    threads: bool | Threads = False,
+    transfer: Callable[..., Any] | None = None,
 ) -> Engine:
     """An engine on ``store``; ``extra`` goes into the connector's settings.
 
     Without ``threads`` everything is done within the steps, whatever the settings say; with them the worker has those
-    that the settings ask for, and the engine has to be closed. ``ahead``: asynchronous scheduling.
+    that the settings ask for, or those given, and the engine has to be closed. ``ahead``: asynchronous scheduling.
+    ``transfer(caches, paged, stored)`` makes what moves bytes.
     """
     cache = CacheConfig(
         block_size=BLOCK,
@@ -361,14 +363,14 @@ def make_engine(
     stored = ObjectLayout(2, LAYERS // plan.objects_per_chunk, CHUNK, HEADS * SIZE, 2)
 
     def opened() -> Any:
-        return TorchCopyEngine().open(caches, paged, stored)
+        return (transfer or TorchCopyEngine().open)(caches, paged, stored)
 
     worker._worker = MaruWorker(
         lambda: Link(handler(store), opened(), stored, opened()),
         worker._answers,
         ChunkShape(BLOCK, CHUNK, stored.nbytes * plan.objects_per_chunk, plan.objects_per_chunk),
         layer_names=names,
-        threads=setup.threads_of(plan, paged, caches[0].device) if threads else None,
+        threads=setup.threads_of(plan, paged, caches[0].device) if threads is True else threads or None,
     )
     side.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
     engine = Engine(

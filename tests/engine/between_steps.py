@@ -1,0 +1,214 @@
+"""Scenarios on one real engine with loads and stores between its steps; see :mod:`tests.engine.tiny`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.engine.tiny import Tiny
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    from tests.engine import tiny
+
+    return tiny.prompt(length, seed)
+
+
+def quiet(tiny: Tiny, seconds: float = 10) -> None:
+    """Step until nothing is under way."""
+    side = tiny.side._scheduler
+    deadline = time.monotonic() + seconds
+    while tiny.scheduler.has_requests() and time.monotonic() < deadline:
+        tiny.llm.llm_engine.step()
+        time.sleep(0.001)
+    assert not len(side._loads)
+
+
+def stored(tiny: Tiny, ids: list[int], chunks: int, seconds: float = 10) -> int:
+    """Chunks that are there once the saver has had time to write them."""
+    deadline = time.monotonic() + seconds
+    while tiny.present(ids) < chunks and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return tiny.present(ids)
+
+
+def with_settings(tiny: Tiny, **changes: Any) -> Any:
+    """Other settings of the scheduler side, for a while."""
+    from attrs import evolve
+
+    side = tiny.side._scheduler
+    return tiny.patched(side, "_settings", lambda settings: evolve(settings, **changes))
+
+
+def hit(tiny: Tiny, prompts: list[list[int]]) -> dict[str, Any]:
+    """All prompts at once; how many were released early, and whether their pages hold what was stored."""
+    worker = tiny.worker._worker
+    answers, link, shape = worker._answers, worker._link, worker._shape
+    early: list[str] = []
+    differing: list[str] = []
+
+    def released(tell: Callable[[Any], None]) -> Any:
+        def run(op: Any) -> None:
+            early.append(op.request_id)
+            tell(op)
+
+        return run
+
+    def ended(tell: Callable[..., None]) -> Any:
+        def run(op: Any, good: int, failed: Any, reason: str = "") -> None:
+            if not failed:
+                from maru_integrations.vllm.copies import load_copies
+
+                chunks = len(op.keys) // shape.objects
+                buffers = [bytearray(link.stored.nbytes) for _ in op.keys]
+                copies = load_copies(op, shape, range(chunks), lambda index: memoryview(buffers[index]))
+                link.transfer.store(op.blocks, copies)
+                located = link.handler.adopt(op.epoch, op.entries, op.generations, op.lengths, op.keys)
+                if op.last % shape.chunk_tokens == 0 and any(
+                    bytes(located.view(index)) != bytes(buffer) for index, buffer in enumerate(buffers)
+                ):
+                    differing.append(op.request_id)
+            tell(op, good, failed, reason)
+
+        return run
+
+    tiny.forget()
+    before = tiny.metric("vllm:external_prefix_cache_hits")
+    with tiny.patched(answers, "load_released", released), tiny.patched(answers, "load_ended", ended):
+        outputs = [list(item.outputs[0].token_ids) for item in tiny.ask(*prompts)]
+    return {
+        "answers": outputs,
+        "early": len(early),
+        "differing": differing,
+        "hits": tiny.metric("vllm:external_prefix_cache_hits") - before,
+    }
+
+
+def close(first: bytes, second: bytes) -> bool:
+    """Equal but for the order in which sums were taken."""
+    from tests.engine import tiny
+
+    return tiny._close(first, second)
+
+
+def threads(tiny: Tiny) -> dict[str, Any]:
+    """Stores after the prompt, loads between steps with and without overlap: same answers, same bytes."""
+    prompts = [prompt(300, 300 + seed) for seed in range(4)]
+    out: dict[str, Any] = {}
+    out["cold"] = [tiny.answer(ids) for ids in prompts]
+    quiet(tiny)
+    out["stored"] = [stored(tiny, ids, 4) for ids in prompts]
+    later = [tiny.objects(ids) for ids in prompts]
+    with with_settings(tiny, overlap=False):
+        out["parked"] = hit(tiny, prompts)
+    out["overlapped"] = hit(tiny, prompts)
+    quiet(tiny)
+    tiny.forget()
+    tiny.side.reset_cache()
+    with with_settings(tiny, stores_later=False, loads=False):
+        again = [tiny.answer(ids) for ids in prompts]
+    out["again"] = again
+    out["same_bytes"] = later == [tiny.objects(ids) for ids in prompts]
+    out["leased"] = tiny.leased()
+    out["free"] = tiny.free_blocks()
+    return out
+
+
+def failures(tiny: Tiny) -> dict[str, Any]:
+    """Objects that are not what was granted, seen before and after a request was released."""
+    from maru_core.client import Located
+
+    prompts = [prompt(300, 320 + seed) for seed in range(2)]
+    cold = [tiny.answer(ids) for ids in prompts]
+    quiet(tiny)
+    present = [stored(tiny, ids, 4) for ids in prompts]
+    out: dict[str, Any] = {"cold": cold, "stored": present}
+
+    def bad(check: Any) -> Any:
+        return lambda located: [False] * len(located.entries)
+
+    tiny.forget()
+    with tiny.patched(Located, "check", bad):
+        out["before"] = [list(item.outputs[0].token_ids) for item in tiny.ask(*prompts)]
+    quiet(tiny)
+    tiny.side.reset_cache()
+    tiny.forget()
+    for ids in prompts:
+        tiny.answer(ids)
+    quiet(tiny)
+    out["stored_again"] = [stored(tiny, ids, 4) for ids in prompts]
+    longer = [ids + prompt(100, 330) for ids in prompts]
+    tiny.forget()
+    with tiny.patched(Located, "verify", bad):
+        out["after"] = [list(item.outputs[0].token_ids) for item in tiny.ask(*longer)]
+    quiet(tiny)
+    behind = [tiny.objects(ids) for ids in longer]
+    tiny.side.reset_cache()
+    tiny.forget()
+    out["expected"] = [tiny.answer(ids) for ids in longer]
+    quiet(tiny)
+    for ids in longer:
+        stored(tiny, ids, 6)
+    right = [tiny.objects(ids) for ids in longer]
+    out["behind"] = [
+        len(objects) >= 4 and all(map(close, objects, expected))
+        for objects, expected in zip(behind, right, strict=True)
+    ]
+    out["leased"] = tiny.leased()
+    out["free"] = tiny.free_blocks()
+    return out
+
+
+def killed(tiny: Tiny) -> dict[str, Any]:
+    """The server is killed while requests are parked: they are answered, and hits come back by themselves."""
+    prompts = [prompt(300, 340 + seed) for seed in range(3)]
+    cold = [tiny.answer(ids) for ids in prompts]
+    quiet(tiny)
+    present = [stored(tiny, ids, 4) for ids in prompts]
+    server = tiny.handler._link.live.server_pid
+    transfer = tiny.worker._worker._link.transfer
+    gate = threading.Event()
+
+    def gated(move: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            assert gate.wait(20)
+            return move(*arguments)
+
+        return run
+
+    def kill() -> None:
+        time.sleep(0.2)  # until the first load waits at the gate
+        os.kill(server, signal.SIGKILL)
+        time.sleep(0.2)
+        gate.set()
+
+    tiny.forget()
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with tiny.patched(transfer, "load", gated), tiny.patched(transfer, "begin_load", gated):
+        start = time.monotonic()
+        answers = [list(item.outputs[0].token_ids) for item in tiny.ask(*prompts)]
+        seconds = time.monotonic() - start
+    killer.join()
+    quiet(tiny)
+    deadline = time.monotonic() + 20
+    before = tiny.metric("vllm:external_prefix_cache_hits")
+    while tiny.metric("vllm:external_prefix_cache_hits") == before and time.monotonic() < deadline:
+        tiny.forget()
+        tiny.answer(prompts[0])
+        quiet(tiny)
+        time.sleep(0.2)
+    return {
+        "cold": cold,
+        "stored": present,
+        "answers": answers,
+        "seconds": seconds,
+        "hits_again": tiny.metric("vllm:external_prefix_cache_hits") - before,
+        "leased": tiny.leased(),
+        "free": tiny.free_blocks(),
+    }

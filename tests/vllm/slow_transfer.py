@@ -1,0 +1,155 @@
+"""A transfer that is late on purpose, moves bytes one layer after the other, and fails when it is told to.
+
+An implementation of its own, token by token: what the connector hands it is judged by what a reader of the pages finds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from attrs import define, field
+
+from maru_core.errors import TransferError
+from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
+
+
+@define(eq=False)
+class Pace:
+    """How the transfers of one engine behave; shared, so that a test can turn the knobs while they work.
+
+    ``pause``: called before each layer of each copy, to sleep or to wait. ``failures``: errors that the next calls
+    raise after half of the work. ``calls``: what was begun and what ended, in order.
+    """
+
+    pause: Callable[[], None] = lambda: None
+    failures: list[BaseException] = field(factory=list)
+    calls: list[str] = field(factory=list)
+
+
+@define(eq=False)
+class SlowTransfer:
+    """Pages are ``[2, blocks, block_size, heads, head_size]`` tensors, one for each layer."""
+
+    caches: Sequence[torch.Tensor]
+    paged: PagedLayout
+    stored: ObjectLayout
+    pace: Pace
+    closed: bool = False
+    _busy: threading.Lock = field(factory=threading.Lock)
+
+    def load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
+        self._all("load", block_ids, copies, store=False)
+
+    def store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
+        self._all("store", block_ids, copies, store=True)
+
+    def begin_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> SlowLoad:
+        assert not self.closed
+        return SlowLoad(self, list(block_ids), list(copies), self._failure())
+
+    def close(self) -> None:
+        assert not self._busy.locked(), "closed while it copies"
+        self.closed = True
+
+    def _all(self, what: str, block_ids: Sequence[int], copies: Sequence[ChunkCopy], *, store: bool) -> None:
+        assert not self.closed
+        assert self._busy.acquire(blocking=False), "a transfer is used by one thread at a time"
+        self.pace.calls.append(f"{what} begins")
+        try:
+            failure = self._failure()
+            for layer in range(len(self.caches)):
+                self.pace.pause()
+                if failure is not None and layer == len(self.caches) // 2:
+                    raise failure
+                self.move(block_ids, copies, layer, store=store)
+        finally:
+            self._busy.release()
+            self.pace.calls.append(f"{what} ends")
+
+    def _failure(self) -> BaseException | None:
+        return self.pace.failures.pop(0) if self.pace.failures else None
+
+    def move(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy], layer: int, *, store: bool) -> None:
+        """One layer of every copy."""
+        size, layout = self.paged.block_size, self.stored
+        shape = (layout.num_planes, layout.num_layers, layout.chunk_tokens, layout.hidden)
+        for copy in copies:
+            if copy.layer not in (None, layer):
+                continue
+            whole = torch.frombuffer(copy.buffer, dtype=torch.int16).view(shape)
+            stored = whole[:, 0 if copy.layer is not None else layer]
+            for token in range(copy.first, copy.last):
+                slot = self.caches[layer][:, block_ids[token // size], token % size]
+                row = stored[:, token - copy.chunk * layout.chunk_tokens]
+                if store:
+                    row.copy_(slot.reshape(2, -1))
+                else:
+                    slot.copy_(row.view_as(slot))
+
+
+class SlowLoad:
+    """Implements maru_core.contracts.LayeredLoad with a thread of its own."""
+
+    def __init__(
+        self, transfer: SlowTransfer, blocks: list[int], copies: list[ChunkCopy], failure: BaseException | None
+    ) -> None:
+        self._transfer = transfer
+        self._blocks = blocks
+        self._copies = copies
+        self._failure = failure
+        self._done = 0
+        self._error: str | None = None
+        self._cancelled = False
+        self._turn = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="slow-load", daemon=True)
+        self._thread.start()
+
+    def layers_done(self) -> int:
+        with self._turn:
+            self._raise()
+            return self._done
+
+    def wait_layer(self, layer: int) -> None:
+        with self._turn:
+            while self._done <= layer:
+                self._raise()
+                self._turn.wait()
+
+    def finish(self) -> None:
+        self._thread.join()
+        with self._turn:
+            if self._done < len(self._transfer.caches):
+                self._raise()
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise TransferError(self._error)
+
+    def _run(self) -> None:
+        transfer = self._transfer
+        with transfer._busy:
+            transfer.pace.calls.append("layers begin")
+            for layer in range(len(transfer.caches)):
+                transfer.pace.pause()
+                failed = self._failure is not None and layer == len(transfer.caches) - 1
+                if self._cancelled or failed:
+                    with self._turn:
+                        self._error = str(self._failure) if failed else "cancelled"
+                        self._turn.notify_all()
+                    break
+                transfer.move(self._blocks, self._copies, layer, store=False)
+                with self._turn:
+                    self._done = layer + 1
+                    self._turn.notify_all()
+            transfer.pace.calls.append("layers end")
+
+
+def sleeping(seconds: Callable[[], float]) -> Callable[[], None]:
+    """A pause that sleeps for what ``seconds`` says."""
+    return lambda: time.sleep(seconds())

@@ -1,0 +1,241 @@
+"""Loads in their order, in pieces, each answered once and none while its pages may be written to."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from maru_integrations.vllm.copies import ChunkShape
+from maru_integrations.vllm.loadqueue import Ended, LoadJob, LoadQueue, Phase, cut
+from maru_integrations.vllm.metadata import CANCELLED, LATE, LoadOp
+
+SHAPE = ChunkShape(block_size=16, chunk_tokens=16, nbytes=100, objects=1)
+
+
+def op(load_id: int, chunks: int, deadline: float = 0.0, **fields: Any) -> LoadOp:
+    columns: dict[str, Any] = dict.fromkeys(("entries", "generations", "lengths", "keys"), range(chunks))
+    return LoadOp(
+        load_id=load_id,
+        request_id=f"r{load_id}",
+        parked=True,
+        epoch=1,
+        chunk=0,
+        first=0,
+        last=chunks * 16,
+        blocks=range(chunks),
+        deadline=deadline,
+        **{**columns, **fields},
+    )
+
+
+def queued(queue: LoadQueue, load_id: int, chunks: int, *, piece: int = 100, **fields: Any) -> LoadJob:
+    return queue.add(op(load_id, chunks, **fields), None, cut(chunks, SHAPE, piece), 0.0)
+
+
+def done(queue: LoadQueue, job: LoadJob, now: float = 0.0) -> list[Ended]:
+    allowed, ended = queue.begin_copy(job, now)
+    assert allowed
+    assert not ended
+    queue.end_copy(job)
+    return queue.moved(job, len(job.piece), now)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "piece", "objects", "cuts"),
+    [
+        (0, 100, 1, ()),
+        (1, 1, 1, (1,)),
+        (3, 1, 1, (1, 2, 3)),
+        (5, 250, 1, (2, 4, 5)),
+        (4, 200, 1, (2, 4)),
+        (3, 1000, 4, (12,)),
+        (3, 200, 4, (8, 12)),
+    ],
+)
+def test_pieces_are_whole_chunks(chunks: int, piece: int, objects: int, cuts: tuple[int, ...]) -> None:
+    assert cut(chunks, ChunkShape(16, 16, 100, objects), piece) == cuts
+
+
+def test_large_loads_of_equal_size_go_one_after_the_other() -> None:
+    """First come, first served at link speed: nobody waits for a load that came later."""
+    queue = LoadQueue()
+    for load_id in range(3):
+        queued(queue, load_id, 4)
+    order = []
+    while (job := queue.take()) is not None:
+        order.append(job.op.load_id)
+        done(queue, job)
+    assert order == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_after_each_piece_of_a_large_load_one_short_one_may_go_first() -> None:
+    queue = LoadQueue()
+    queued(queue, 0, 4)
+    for load_id in (1, 2, 3, 4, 5):
+        queued(queue, load_id, 1)
+    order = []
+    while (job := queue.take()) is not None:
+        order.append(job.op.load_id)
+        done(queue, job)
+    assert order == [0, 1, 0, 2, 0, 3, 0, 4, 5]
+
+
+def test_a_load_that_is_being_copied_outlives_its_deadline_and_ends_with_its_piece() -> None:
+    queue = LoadQueue()
+    job = queued(queue, 0, 3, deadline=1.0)
+    assert queue.take() is job
+    assert queue.begin_copy(job, 0.5) == (True, [])
+    assert queue.expire(2.0) == []
+    assert queue.stuck(2.0) is job
+    assert queue.cancel([0]) == []
+    queue.end_copy(job)
+    (end,) = queue.moved(job, 1, 2.0)
+    assert (end.good, end.reason) == (1, CANCELLED)
+    assert queue.stuck(3.0) is None
+    assert queue.take() is None
+
+
+def test_a_load_that_ended_meanwhile_writes_to_no_page() -> None:
+    """Its blocks are somebody else's as soon as it was answered."""
+    queue = LoadQueue()
+    job = queued(queue, 0, 3, deadline=1.0)
+    assert queue.take() is job
+    (end,) = queue.expire(1.0)
+    assert (end.good, end.reason) == (0, LATE)
+    assert queue.begin_copy(job, 1.1) == (False, [])
+    assert queue.moved(job, 0, 1.2, why="late") == []
+
+
+def test_what_was_cancelled_is_never_released() -> None:
+    """Blocks of a request that went on are freed with it, those of a parked one not before its load was answered."""
+    queue = LoadQueue()
+    job = queued(queue, 0, 3)
+    assert queue.take() is job
+    assert queue.begin_copy(job, 0.0) == (True, [])
+    queue.cancel([0])
+    assert not queue.release(job)
+    other = queued(queue, 1, 3)
+    assert queue.release(other)
+    assert not queue.release(other), "a request is reported once"
+
+
+class Loads(RuleBasedStateMachine):
+    """A loader that does one thing at a time, and vLLM's thread that interferes at every moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = LoadQueue()
+        self.now = 0.0
+        self.added: dict[int, LoadJob] = {}
+        self.proven: dict[int, int] = {}
+        self.ended: dict[int, Ended] = {}
+        self.current: LoadJob | None = None
+        self.taken: list[int] = []
+
+    def heard(self, ended: list[Ended]) -> None:
+        for end in ended:
+            load_id = end.job.op.load_id
+            assert load_id not in self.ended, "answered twice"
+            assert self.copying is not end.job, "answered while its pages may be written to"
+            total = len(end.job.op.entries)
+            assert end.good == self.proven[load_id], "what is called good was proven, and nothing that was is left out"
+            assert end.good < total or not end.reason
+            self.ended[load_id] = end
+
+    @property
+    def copying(self) -> LoadJob | None:
+        return self.current if self.current is not None and self.is_copying else None
+
+    is_copying = False
+
+    @rule(chunks=st.integers(1, 6), piece=st.sampled_from([100, 200, 1000]), deadline=st.sampled_from([0.0, 2.0, 5.0]))
+    def add(self, chunks: int, piece: int, deadline: float) -> None:
+        load_id = len(self.added)
+        job = self.queue.add(op(load_id, chunks, deadline), None, cut(chunks, SHAPE, piece), self.now)
+        self.added[load_id] = job
+        self.proven[load_id] = 0
+
+    @precondition(lambda self: self.current is None)
+    @rule()
+    def take(self) -> None:
+        waiting = [load_id for load_id in self.added if load_id not in self.ended]
+        self.current = self.queue.take()
+        assert (self.current is None) == (not waiting)
+        if self.current is None:
+            return
+        load_id = self.current.op.load_id
+        if load_id != waiting[0]:
+            assert self.current.pieces_left == 1, "only what is short overtakes"
+            assert self.taken[-1:] == [waiting[0]], "and only one after each piece of the first"
+        self.taken.append(load_id)
+
+    @precondition(lambda self: self.current is not None and not self.is_copying)
+    @rule()
+    def begin(self) -> None:
+        assert self.current is not None
+        gone = self.current.op.load_id in self.ended
+        allowed, ended = self.queue.begin_copy(self.current, self.now)
+        self.heard(ended)
+        assert not (allowed and gone)
+        if allowed:
+            self.is_copying = True
+        else:
+            self.heard(self.queue.moved(self.current, 0, self.now))
+            self.current = None
+
+    @precondition(lambda self: self.is_copying)
+    @rule()
+    def release(self) -> None:
+        assert self.current is not None
+        assert self.queue.release(self.current) is (not self.current.cancelled and not self.was_released)
+        self.was_released |= self.current.released
+
+    was_released = False
+
+    @precondition(lambda self: self.is_copying)
+    @rule(share=st.floats(0, 1))
+    def end(self, share: float) -> None:
+        job = self.current
+        assert job is not None
+        self.queue.end_copy(job)
+        self.is_copying = self.was_released = False
+        good = round(len(job.piece) * share)
+        self.proven[job.op.load_id] += good
+        self.heard(self.queue.moved(job, good, self.now, why="" if good == len(job.piece) else "injected"))
+        self.current = None
+
+    @rule(seconds=st.sampled_from([0.5, 3.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.heard(self.queue.expire(self.now))
+
+    @precondition(lambda self: self.added)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.heard(self.queue.cancel(data.draw(st.sets(st.sampled_from(sorted(self.added))))))
+
+    @invariant()
+    def nothing_is_late_but_what_is_being_copied(self) -> None:
+        for load_id, job in self.added.items():
+            if load_id not in self.ended and not math.isinf(job.expires) and job.expires <= self.now:
+                assert job.phase is Phase.COPYING
+
+    def teardown(self) -> None:
+        if self.is_copying:
+            assert self.current is not None
+            self.queue.end_copy(self.current)
+            self.is_copying = False
+        self.heard(self.queue.end_all("unavailable", "over"))
+        assert set(self.ended) == set(self.added)
+
+
+TestLoads = Loads.TestCase
+TestLoads.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
