@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 pytest.importorskip("vllm")
 
@@ -46,13 +47,16 @@ def threaded(engine_on: EngineOn, store: FakeStore, knobs: dict[str, Any], pace:
     threads = Threads(
         HostLane, loads if "maru_async_load" in knobs else None, stores if "maru_async_store" in knobs else None
     )
+    load_timeout = options.pop("load_timeout", 20)
     engine = engine_on(
         store,
-        extra={**knobs, "maru_load_timeout": options.pop("load_timeout", 20)},
+        extra=knobs,
         threads=threads,
         transfer=lambda caches, paged, stored: SlowTransfer(caches, paged, stored, pace),
         **options,
     )
+    side = engine.side._scheduler
+    side._settings = evolve(side._settings, load_timeout=load_timeout)
     try:
         yield engine
     finally:
