@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
+from maru_core.composite import plan_member
 from maru_core.contracts import BackendProvision, Pool, PoolPlan, PoolRequest, PoolWish, Region, StorageBackend
 from maru_core.errors import BackendError
-from maru_core.foreign import plan_pools
 from maru_core.plugin import hookimpl
 from maru_core.protocol import PoolDescriptor
 
@@ -30,7 +30,7 @@ class MixedBackend:
         for member in wish.members:
             if member.backend == NAME:
                 raise BackendError("mixed cannot be a member of itself; name other backends in maru_write_order")
-            plans += plan_pools(backends, member)  # what a member does wrong is told of that member
+            plans += plan_member(member, backends)  # what a member does wrong is told of that member
         return plans
 
     def create_pool(self, request: PoolRequest) -> Pool:

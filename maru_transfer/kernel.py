@@ -43,7 +43,7 @@ class Tuning:
     dimensions; 0: never.
     """
 
-    slot_bytes: int = 27 << 20
+    slot_bytes: int = 32 << 20
     slots: int = 2
     window: int = 8
     burst: int = 6

@@ -47,6 +47,6 @@ def _has_device() -> bool:
 
 @hookimpl
 def maru_transfer_engines() -> Sequence[EngineProvision]:
-    """The fastest engine for CUDA devices; asked for by name until it has served a real engine on a GPU."""
+    """The engine for CUDA devices without loads by layer: taken where ``layerwise`` is excluded."""
     summary = "copy engine and placement kernels, CUDA devices"
-    return [EngineProvision("kernel", make_engine, rank=-1, summary=summary, diagnose=diagnose)]
+    return [EngineProvision("kernel", make_engine, rank=10, summary=summary, diagnose=diagnose)]

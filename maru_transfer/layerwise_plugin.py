@@ -17,6 +17,6 @@ def make_engine() -> TransferEngine:
 
 @hookimpl
 def maru_transfer_engines() -> Sequence[EngineProvision]:
-    """The engine for loads that overlap with layers; asked for by name until it has served a real engine on a GPU."""
+    """The engine for CUDA devices, before ``kernel``: it does the same, and its loads may overlap with layers."""
     summary = "as kernel, with an event behind each layer of a load, CUDA devices"
-    return [EngineProvision("layerwise", make_engine, rank=-1, summary=summary)]
+    return [EngineProvision("layerwise", make_engine, rank=20, summary=summary)]

@@ -404,5 +404,5 @@ class TestEngine:
 
     def test_its_plugin_offers_it_before_the_reference(self):
         (provision,) = maru_transfer_engines()
-        assert (provision.name, provision.rank) == ("kernel", -1)
+        assert (provision.name, provision.rank) == ("kernel", 10)
         assert provision.factory().name == provision.name

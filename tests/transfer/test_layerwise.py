@@ -544,7 +544,7 @@ def test_the_binding_is_of_the_header_that_is_here():
 
 def test_its_plugin_offers_it():
     (provision,) = maru_transfer_engines()
-    assert (provision.name, provision.rank) == ("layerwise", -1)
+    assert (provision.name, provision.rank) == ("layerwise", 20)
     engine = provision.factory()
     assert isinstance(engine, LayerwiseEngine)
     assert engine.name == provision.name

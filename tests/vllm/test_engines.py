@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from maru_core.geometry import ObjectLayout, PagedLayout, PlaneStrides
 from maru_core.host import PluginHost
 from maru_core.plugin import hookimpl
 from maru_integrations.vllm.engines import EngineChooser
+from maru_transfer import kernel_plugin, layerwise_plugin, torch_copy_plugin
 from maru_transfer.kernel import KernelEngine
+from maru_transfer.layerwise import LayerwiseEngine
 from maru_transfer.selection import Pages
 from maru_transfer.torch_copy import TorchCopyEngine
 
@@ -46,6 +49,24 @@ def host(tmp_path: Any) -> PluginHost:
     return PluginHost.with_plugins({"both": Offering(KernelEngine(library=tmp_path / "libmaru_cuda.so"))})
 
 
+@define
+class Shipped:
+    """The engines as their plugins offer them, but for where those of the GPU look for their library."""
+
+    made: dict[str, TransferEngine]
+
+    @hookimpl
+    def maru_transfer_engines(self) -> list[EngineProvision]:
+        plugins = (torch_copy_plugin, kernel_plugin, layerwise_plugin)
+        offered = [provision for plugin in plugins for provision in plugin.maru_transfer_engines()]
+        return [evolve(each, factory=lambda name=each.name: self.made[name]) for each in offered]
+
+
+def shipped(library: Path) -> PluginHost:
+    engines = (TorchCopyEngine(), KernelEngine(library=library), LayerwiseEngine(library=library))
+    return PluginHost.with_plugins({"shipped": Shipped({engine.name: engine for engine in engines})})
+
+
 def entries(logs: list[Any], event: str) -> list[Any]:
     return [entry for entry in logs if entry["event"] == event]
 
@@ -62,6 +83,31 @@ def test_missing_kernels_are_one_warning_with_reason_and_remedy(host: PluginHost
     assert "nvcc was not found; install a toolkit" in warning["missed"]["kernel"]
     assert "maru_transfer_exclude=kernel" in warning["otherwise"]
     assert warning["missed"] == told["passed_over"]
+
+
+def test_a_gpu_host_without_kernels_has_one_warning_for_both_engines_that_need_them(tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        engine = EngineChooser().choose(shipped(tmp_path / "libmaru_cuda.so"), MaruConfig(), PAGES)
+    assert engine.name == "torch-copy"
+    (warning,) = (entry for entry in logs if entry["log_level"] == "warning")
+    assert warning["event"] == "maru.better_engine_missed"
+    assert list(warning["missed"]) == ["layerwise", "kernel"]
+    assert "maru_transfer_exclude=layerwise,kernel" in warning["otherwise"]
+
+
+@pytest.mark.parametrize(
+    ("excluded", "best"), [((), "layerwise"), (("layerwise",), "kernel"), (("layerwise", "kernel"), "torch-copy")]
+)
+def test_auto_takes_the_engines_of_the_gpu_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, excluded: tuple[str, ...], best: str
+) -> None:
+    monkeypatch.setattr(KernelEngine, "import_error", lambda self: None)
+    with capture_logs() as logs:
+        chosen = EngineChooser().choose(shipped(tmp_path / "any.so"), MaruConfig(transfer_exclude=excluded), PAGES)
+    assert chosen.name == best
+    assert [entry["log_level"] for entry in logs] == ["info"]
+    on_cpu = EngineChooser().choose(shipped(tmp_path / "any.so"), MaruConfig(), evolve(PAGES, device="cpu"))
+    assert on_cpu.name == "torch-copy"
 
 
 @pytest.mark.parametrize(
