@@ -90,16 +90,15 @@ def plan_failure(settings: SchedulerSettings, load_id: int, request_id: str, tab
 class StorePlanner:
     """Picks the chunks of a request that are handed over in a step. Each once, in whatever steps they fill."""
 
-    settings: SchedulerSettings
     breaker: Breaker
     loads: Loads
     stores: Stores
 
-    def plan(self, state: RequestState, end: int) -> StoreOp | None:
+    def plan(self, settings: SchedulerSettings, state: RequestState, end: int) -> StoreOp | None:
         """Chunks of the first ``end`` tokens, which will be computed when the step has run, that were not planned."""
-        if not self.settings.stores or state.chain is None or state.tainted or not self._is_time(state, end):
+        if not settings.stores or state.chain is None or state.tainted or not self._is_time(settings, state, end):
             return None
-        chunk_tokens, block_size = self.settings.chunk_tokens, self.settings.block_size
+        chunk_tokens, block_size = settings.chunk_tokens, settings.block_size
         complete = min(end, state.request.num_tokens) // chunk_tokens
         if complete <= state.next_chunk:
             return None
@@ -121,7 +120,7 @@ class StorePlanner:
                 f"request {state.request.request_id}: {len(state.blocks)} blocks known, "
                 f"{complete * per_chunk} needed for {complete} chunks"
             )
-        later = self.settings.stores_later
+        later = settings.stores_later
         op = StoreOp(
             request_id=str(state.request.request_id),
             chunks=chunks,
@@ -135,14 +134,14 @@ class StorePlanner:
             self.stores.begin(op, [state.chain.keys[chunk] for chunk in chunks])
         return op
 
-    def _is_time(self, state: RequestState, end: int) -> bool:
+    def _is_time(self, settings: SchedulerSettings, state: RequestState, end: int) -> bool:
         """Whether chunks are handed over in this step; otherwise in a later one."""
         if self.breaker.is_open:
             # A server that is late would be waited for by the step.
             return False
-        if self.settings.stores_later and end < state.request.num_prompt_tokens:
+        if settings.stores_later and end < state.request.num_prompt_tokens:
             return False
-        load = self.loads.of(str(state.request.request_id)) if self.settings.overlap else None
+        load = self.loads.of(str(state.request.request_id)) if settings.overlap else None
         # What is computed on layers that are still on their way is good only if they all come.
         return load is None or not load.overlap
 

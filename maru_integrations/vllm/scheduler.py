@@ -59,7 +59,7 @@ class MaruScheduler:
         self._parking = Parking(settings.block_size, settings.block_budget, settings.window)
         self._loads = Loads()
         self._stores = Stores()
-        self._planner = StorePlanner(settings, self._breaker, self._loads, self._stores)
+        self._planner = StorePlanner(self._breaker, self._loads, self._stores)
         self._worth = Worth(clock, settings.token_bytes) if settings.token_bytes else None
         self._states: dict[str, RequestState] = {}
         self._load_ops: list[LoadOp] = []
@@ -245,7 +245,7 @@ class MaruScheduler:
         if bad is not None:
             state.tainted = True
             self._forget_cached(state.blocks[bad:])
-        return self._planner.plan(state, end)
+        return self._planner.plan(self._settings, state, end)
 
     # -- answers -------------------------------------------------------------------------------------------------
 

@@ -340,7 +340,7 @@ def parked(tiny: Tiny) -> dict[str, Any]:
         "failed": failed,
         "hits": hits,
         "leased": tiny.leased(),
-        "parked": side._parked,
+        "parked": side._parking.admitted,
     }
 
 

@@ -329,3 +329,22 @@ def test_a_hit_that_is_slower_than_computing_is_skipped_once_and_for_all(engine_
     engine.run()
     assert engine.answers["fast"] == reference(tokens, 3)
     settled(engine, 63)
+
+
+def test_a_reset_does_not_wait_for_stores_of_what_it_emptied(engine_on: EngineOn) -> None:
+    """A store from before the reset comes to nothing; the same chunk, computed afterwards, is stored all the same."""
+    store, tokens = FakeStore(), prompt(100)
+    engine = engine_on(store, extra=LATER, threads=True, budget=1024)
+    doors = Gate(store, stores=True)
+    engine.add("old", tokens, max_tokens=1)
+    while engine.scheduler.has_unfinished_requests():
+        engine.step()
+    assert engine.side.reset_cache() is True
+    engine.scheduler.reset_prefix_cache()
+    engine.add("new", [*tokens, 5], max_tokens=1)
+    while engine.scheduler.has_unfinished_requests():
+        engine.step()
+    doors.open()
+    engine.settle()
+    assert check_store(store, [tokens], lambda t: keys_of(engine, t)) == 3
+    settled(engine, 63)

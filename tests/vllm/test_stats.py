@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -59,3 +60,9 @@ def test_prometheus_shows_what_is_known() -> None:
         for metric in [*metrics._counters.values(), *metrics._gauges.values()]:
             REGISTRY.unregister(metric)
     assert not COUNTERS.keys() & GAUGES.keys()
+
+
+def test_the_page_has_every_figure() -> None:
+    page = (Path(__file__).parents[2] / "docs/waiting.md").read_text()
+    missing = [name for name in [*COUNTERS, *GAUGES] if f"`{name}" not in page]
+    assert not missing
