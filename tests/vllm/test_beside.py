@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from maru_integrations.vllm.metadata import LOAD_FAILED, PREEMPTED, QUEUE_FULL, StoreOp
-from tests.vllm.fake_store import FakeStore
-from tests.vllm.mini_engine import BLOCK, Engine, check_store, reference
+from tests.vllm.fake_store import FakeHandler, FakeStore
+from tests.vllm.mini_engine import BLOCK, CHUNK, Engine, check_store, reference
 from tests.vllm.test_connector import PARKED, keys_of, prompt, settled, warm
 
 EngineOn = Callable[..., Engine]
@@ -178,7 +178,7 @@ def test_one_store_per_chunk_however_many_requests_finish_it(engine_on: EngineOn
 def test_a_store_that_came_to_nothing_is_planned_again_by_whoever_has_the_chunk(
     engine_on: EngineOn, reason: str
 ) -> None:
-    """The owner of a pending key loses its blocks: the other request stores it. Dropped for want of room: nobody."""
+    """The owner of a pending key is gone: the other request stores it. Dropped because copies are too slow: nobody."""
     store, tokens = FakeStore(), prompt(100)
     engine = engine_on(store, extra=LATER, budget=1024, prefix_caching=False)
     worker, answers = engine.worker._worker, engine.worker._answers
@@ -197,21 +197,34 @@ def test_a_store_that_came_to_nothing_is_planned_again_by_whoever_has_the_chunk(
         engine.add(f"r{index}", tokens, max_tokens=20)
     engine.step()
     assert [op.request_id for op in first] == ["r0"]
+    engine.abort("r0")
     answers.store_ended(first[0], 0, reason)
     engine.run()
     assert check_store(store, [tokens], lambda t: keys_of(engine, t)) == (0 if reason == QUEUE_FULL else 3)
     settled(engine, 63)
 
 
-def test_preemption_stops_stores_before_blocks_are_given_away(engine_on: EngineOn) -> None:
-    """R081: the store thread is held up, others overwrite the blocks: the pool has true bytes or nothing."""
-    store = FakeStore()
+def test_preemption_stops_stores_before_blocks_are_given_away(
+    engine_on: EngineOn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R081: the saver is held up, others overwrite the blocks: the pool gets true bytes or nothing."""
+    store, reserve, opened = FakeStore(), FakeHandler.reserve, threading.Event()
+
+    def held_up(*args: Any, **kwargs: Any) -> Any:
+        assert opened.wait(10)
+        return reserve(*args, **kwargs)
+
+    monkeypatch.setattr(FakeHandler, "reserve", held_up)
     prompts = [prompt(90, seed) for seed in range(4)]
     engine = engine_on(store, num_blocks=24, budget=96, extra={**LATER, **PARKED}, threads=True)
     for seed, tokens in enumerate(prompts):
         engine.add(f"r{seed}", tokens, max_tokens=60)
+    while not engine.preemptions:
+        engine.step()
+    for _ in range(20):
+        engine.step()
+    opened.set()
     engine.run(5000)
-    assert engine.preemptions > 0
     for seed, tokens in enumerate(prompts):
         assert engine.answers[f"r{seed}"] == reference(tokens, 60)
     settled(engine, 23)
@@ -347,4 +360,24 @@ def test_a_reset_does_not_wait_for_stores_of_what_it_emptied(engine_on: EngineOn
     doors.open()
     engine.settle()
     assert check_store(store, [tokens], lambda t: keys_of(engine, t)) == 3
+    settled(engine, 63)
+
+
+def test_a_cancelled_load_says_nothing_against_the_object(engine_on: EngineOn) -> None:
+    """Aborted while it loads: stopped, blocks back, and the next request hits."""
+    store, tokens = FakeStore(), prompt(100)
+    warm(engine_on, store, tokens)
+    engine = engine_on(store, extra=PARKED, threads=True)
+    doors = Gate(store, loads=True)
+    engine.add("a", tokens)
+    engine.step()
+    engine.abort("a")
+    engine.step()
+    doors.open()
+    engine.settle()
+    settled(engine, 63)
+    engine.add("b", tokens)
+    engine.run()
+    assert engine.external["b"] == 96
+    assert CHUNK * 3 == 96
     settled(engine, 63)
