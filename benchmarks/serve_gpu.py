@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu_engines import H200, REHEARSAL, Scale, engine_arguments, lmcache_server, offloading, write_model
 from benchmarks.offline import cache_folder, maru_server, scratch
-from benchmarks.online import Ask, OnlineEngine, Run, online_engine, with_settings
+from benchmarks.online import SETTINGS, Ask, OnlineEngine, Run, online_engine, with_settings
 from benchmarks.outcome import Bound, Least, Outcome, main
 
 MARU, OTHER, NONE, PEERS = "maru", "maru-b", "none", ("offload256", "lmcache-mp")
@@ -40,7 +40,6 @@ MARU, OTHER, NONE, PEERS = "maru", "maru-b", "none", ("offload256", "lmcache-mp"
 TTFT = {1: 0.80, 4: 0.70, 8: 0.62}
 TAIL_CLIENTS, TAIL, GAP, THROUGHPUT, POPULATE = 4, 0.200, 0.015, 1.1, 1.02
 DOCUMENTS = 8
-SETTINGS = {"maru_async_load": True, "maru_async_store": True, "maru_transfer_engine": "kernel"}
 
 
 class Bench:
