@@ -402,6 +402,30 @@ def one_prompt(tiny: Tiny) -> dict[str, Any]:
     }
 
 
+def figures(tiny: Tiny) -> dict[str, Any]:
+    """A cold prompt and the same one warm, and what vLLM's metrics say of it."""
+    from tests.engine.between_steps import quiet, stored
+
+    ids = prompt(300, 91)
+    cold = tiny.answer(ids)
+    quiet(tiny)
+    there = stored(tiny, ids, 4 * tiny.side._plan.objects_per_chunk)
+    tiny.forget()
+    hits = tiny.metric("vllm:external_prefix_cache_hits")
+    warm = tiny.answer(ids)
+    quiet(tiny)
+    names = {item.name for item in tiny.llm.get_metrics() if item.name.startswith("vllm:maru_")}
+    return {
+        "cold": cold,
+        "warm": warm,
+        "stored": there // tiny.side._plan.objects_per_chunk,
+        "hits": tiny.metric("vllm:external_prefix_cache_hits") - hits,
+        "metrics": {name.removeprefix("vllm:maru_"): tiny.metric(name) for name in sorted(names)},
+        "leased": tiny.leased(),
+        "free": tiny.free_blocks(),
+    }
+
+
 def _close(first: bytes, second: bytes) -> bool:
     import numpy
 

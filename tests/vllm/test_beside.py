@@ -11,6 +11,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from maru_integrations.vllm.metadata import LOAD_FAILED, PREEMPTED, QUEUE_FULL, StoreOp
+from maru_integrations.vllm.saver import SaverSettings
+from maru_integrations.vllm.streams import HostLane
+from maru_integrations.vllm.worker import Threads
 from tests.vllm.fake_store import FakeHandler, FakeStore
 from tests.vllm.mini_engine import BLOCK, CHUNK, Engine, check_store, reference
 from tests.vllm.test_connector import PARKED, keys_of, prompt, settled, warm
@@ -216,7 +219,8 @@ def test_preemption_stops_stores_before_blocks_are_given_away(
 
     monkeypatch.setattr(FakeHandler, "reserve", held_up)
     prompts = [prompt(90, seed) for seed in range(4)]
-    engine = engine_on(store, num_blocks=24, budget=96, extra={**LATER, **PARKED}, threads=True)
+    threads = Threads(HostLane, stores=SaverSettings(limit_bytes=1 << 30))
+    engine = engine_on(store, num_blocks=24, budget=96, extra={**LATER, **PARKED}, threads=threads)
     for seed, tokens in enumerate(prompts):
         engine.add(f"r{seed}", tokens, max_tokens=60)
     while not engine.preemptions:
