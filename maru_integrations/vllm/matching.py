@@ -82,11 +82,6 @@ class Matcher:
         hit.tokens = max(0, min((hit.first_chunk + hit.chunks) * self._chunk, cap) - local)
         return hit.tokens
 
-    def give_up(self, state: RequestState) -> None:
-        """The request gets no hit until it starts over, whatever the pool holds."""
-        self.drop(state)
-        state.asked = True
-
     def drop(self, state: RequestState) -> None:
         """Give back what a request has asked for and not used."""
         if state.lookup is not None:

@@ -58,7 +58,7 @@ class MaruScheduler:
         )
         self._parking = Parking(settings.block_size, settings.block_budget, settings.window)
         self._loads = Loads()
-        self._stores = Stores()
+        self._stores = Stores(clock)
         self._planner = StorePlanner(self._breaker, self._loads, self._stores)
         self._worth = Worth(clock, settings.token_bytes) if settings.token_bytes else None
         self._states: dict[str, RequestState] = {}
@@ -111,7 +111,7 @@ class MaruScheduler:
             return True
         self._stats.count("loads_skipped", reason=reason)
         self._log.debug("maru.load_skipped", request=state.request.request_id, tokens=hit.tokens, reason=reason)
-        self._matcher.give_up(state)
+        self._matcher.drop(state)  # it was asked, and is asked again only when it starts over
         return False
 
     def after_alloc(self, request: Any, blocks: Any, external: int) -> None:

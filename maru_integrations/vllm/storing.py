@@ -1,11 +1,11 @@
-"""Asynchronous stores that were handed over and have not been answered. No I/O.
+"""Asynchronous stores that were handed over and have not been answered. No I/O, the clock is given.
 
 One store per key, whoever computes it; a request keeps its blocks while one of its stores may read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from attrs import define, field
 
@@ -15,10 +15,15 @@ from maru_integrations.vllm.metadata import LOAD_FAILED, PREEMPTED, StoreOp, Sto
 _AGAIN = frozenset({LOAD_FAILED, PREEMPTED})
 
 
+#: A store that has no answer for so long keeps nobody else from storing the same chunks, in seconds.
+PATIENCE = 60.0
+
+
 @define
 class _Pending:
     op: StoreOp
     keys: Sequence[bytes]
+    began: float
     #: Whether the store may read blocks that its request owns.
     attached: bool = True
     #: Requests that have the same chunk and did not store it, by key: request and chunk.
@@ -29,10 +34,11 @@ class _Pending:
 class Stores:
     """Every asynchronous store from its hand-over to its one answer. Keys are those of chunks.
 
-    Invariants: a key belongs to one store at a time and to none after that one's answer; a request is outstanding
-    exactly while a store reads from its blocks.
+    Invariants: a key belongs to one store at a time, to none after that one's answer, and never for ever; a request is
+    outstanding exactly while a store reads from its blocks.
     """
 
+    clock: Callable[[], float]
     _pending: dict[int, _Pending] = field(factory=dict, init=False)
     #: The store of each key on its way.
     _owners: dict[bytes, int] = field(factory=dict, init=False)
@@ -46,7 +52,8 @@ class Stores:
 
     def is_pending(self, key: bytes) -> bool:
         """Whether the chunk of this key is on its way."""
-        return key in self._owners
+        owner = self._owners.get(key)
+        return owner is not None and self.clock() - self._pending[owner].began < PATIENCE
 
     def join(self, key: bytes, request_id: str, chunk: int) -> None:
         """The request has the same chunk; it is told by :meth:`ended` if the store of it does not come to its end."""
@@ -54,7 +61,7 @@ class Stores:
 
     def begin(self, op: StoreOp, keys: Sequence[bytes]) -> None:
         """Hand the store over; ``keys`` of its chunks."""
-        self._pending[op.store_id] = _Pending(op, keys)
+        self._pending[op.store_id] = _Pending(op, keys, self.clock())
         self._owners.update(dict.fromkeys(keys, op.store_id))
         self._by_request.setdefault(op.request_id, set()).add(op.store_id)
 

@@ -295,6 +295,17 @@ def test_knobs_without_their_prerequisite_warn_at_start(model_folder: str, monke
     assert not settings.overlap
 
 
+@pytest.mark.parametrize(
+    ("planned", "profiled", "budget"), [(64, 100, 63), (None, 100, 99), (0, 100, 99), (1, None, 1), (None, None, None)]
+)
+def test_requests_can_have_all_blocks_but_the_null_block(
+    planned: int | None, profiled: int | None, budget: int | None
+) -> None:
+    """From the KV cache configuration, else from the cache configuration; not known: no budget."""
+    vllm_config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=profiled))
+    assert compat.block_budget(vllm_config, SimpleNamespace(num_blocks=planned)) == budget
+
+
 @pytest.mark.parametrize("needs_parking", [False, True])
 @pytest.mark.parametrize("bits", range(32))
 def test_every_combination_of_knobs(bits: int, needs_parking: bool) -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from maru_integrations.vllm.metadata import LOAD_FAILED, NO_ROOM, PREEMPTED, StoreOp, StoreResult
-from maru_integrations.vllm.storing import Stores
+from maru_integrations.vllm.storing import PATIENCE, Stores
+from tests.vllm.test_breaker import Clock
 
 NAMES = st.sampled_from(["a", "b", "c"])
 KEYS = [bytes([number]) for number in range(6)]
@@ -22,7 +23,8 @@ class StoresMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stores = Stores()
+        self.clock = Clock()
+        self.stores = Stores(self.clock)
         self.ops: dict[int, StoreOp] = {}
         self.attached: set[int] = set()
         self.forgotten: set[int] = set()
@@ -68,6 +70,11 @@ class StoresMachine(RuleBasedStateMachine):
         lose = {op.request_id for number, op in self.ops.items() if number in self.attached} & names
         assert set(self.stores.detach(names)) == lose
         self.attached -= {number for number, op in self.ops.items() if op.request_id in names}
+
+    @rule()
+    def wait_for_long(self) -> None:
+        self.clock.now += PATIENCE
+        self.forgotten = set(self.ops)
 
     @rule()
     def reset(self) -> None:
