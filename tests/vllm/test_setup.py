@@ -468,6 +468,27 @@ def test_a_worker_that_connects_again_has_said_already_what_it_lacks(
     connector.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("knobs", "transfers"),
+    [({}, 1), ({"async_load": True}, 2), ({"async_store": True}, 2)],
+    ids=["none", "load", "store"],
+)
+def test_threads_beside_the_steps_get_a_transfer_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, knobs: dict[str, bool], transfers: int
+) -> None:
+    """A transfer is used by one thread at a time; what a second one takes is told."""
+    moves = Moves()
+    monkeypatch.setattr(setup.PluginHost, "discover", lambda plugins: moves)
+    monkeypatch.setattr(setup, "connect", lambda *arguments: "handler")
+    plan: Any = SimpleNamespace(plugins=None, stored="stored", config=MaruConfig(pin_pools=False, **knobs))
+    layers = [SimpleNamespace(device=torch.device("cuda", 0))]
+    with capture_logs() as logs:
+        link = setup.open_link(plan, cast(Any, "paged"), layers, EngineChooser())
+    assert (link.storing is None) is (transfers == 1)
+    assert link.stores is (link.storing or link.transfer)
+    assert [entry["count"] for entry in logs if entry["event"] == "maru.transfers"] == ([2] if transfers == 2 else [])
+
+
 def test_only_engines_with_a_gpu_register_pools_and_not_when_told_not_to() -> None:
     assert setup.pinned_pools(MaruConfig(), torch.device("cpu")) is None
     assert setup.pinned_pools(MaruConfig(pin_pools=False), torch.device("cuda", 1)) is None

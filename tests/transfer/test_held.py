@@ -1,0 +1,107 @@
+"""Nothing is unregistered while a transfer copies, from the beginning of a layered load to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from maru_core.contracts import LoadsByLayer
+from maru_core.errors import TransferError
+from maru_transfer.held import held
+
+
+class Pools:
+    users = 0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        self.users += 1
+        try:
+            yield
+        finally:
+            self.users -= 1
+
+
+class Load:
+    def __init__(self, error: bool) -> None:
+        self.error = error
+        self.cancelled = False
+
+    def layers_done(self) -> int:
+        return 2
+
+    def wait_layer(self, layer: int) -> None:
+        assert layer == 1
+
+    def finish(self) -> None:
+        if self.error:
+            raise TransferError("injected")
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Copies:
+    staging_bytes = 17
+
+    def load(self, block_ids: Any, copies: Any) -> None:
+        pass
+
+    store = load
+
+    def close(self) -> None:
+        pass
+
+
+class ByLayer(Copies):
+    refuses = error = False
+
+    def begin_load(self, block_ids: Any, copies: Any) -> Load:
+        if self.refuses:
+            raise TransferError("injected")
+        self.begun = Load(self.error)
+        return self.begun
+
+
+def test_only_what_loads_by_layer_says_that_it_does() -> None:
+    pools: Any = Pools()
+    assert not isinstance(held(Copies(), pools), LoadsByLayer)
+    assert isinstance(held(ByLayer(), pools), LoadsByLayer)
+    assert held(Copies(), pools).staging_bytes == 17  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_a_layered_load_holds_until_it_has_finished(error: bool) -> None:
+    pools: Any = Pools()
+    inner = ByLayer()
+    inner.error = error
+    transfer = held(inner, pools)
+    assert isinstance(transfer, LoadsByLayer)
+    load = transfer.begin_load([], [])
+    assert pools.users == 1
+    load.wait_layer(1)
+    assert load.layers_done() == 2
+    load.cancel()
+    assert inner.begun.cancelled
+    assert pools.users == 1
+    for _ in range(2):
+        if error:
+            with pytest.raises(TransferError):
+                load.finish()
+        else:
+            load.finish()
+        assert pools.users == 0
+
+
+def test_a_load_that_is_refused_holds_nothing() -> None:
+    pools: Any = Pools()
+    inner = ByLayer()
+    inner.refuses = True
+    transfer = held(inner, pools)
+    assert isinstance(transfer, LoadsByLayer)
+    with pytest.raises(TransferError):
+        transfer.begin_load([], [])
+    assert pools.users == 0
