@@ -69,7 +69,7 @@ class HostTransfer:
         self._threads = threads
         self._pool: ThreadPoolExecutor | None = None
         # It copies, too: whichever core its starter was pinned to.
-        self._layers = LoadThread(lambda: _roam(process_cores()))
+        self._layers = LoadThread(lambda: roam(process_cores()))
 
     def load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
         """Objects to pages."""
@@ -137,7 +137,7 @@ class HostTransfer:
             # A caller that is pinned to some cores has them: helpers beside it would take turns with it.
             elsewhere = cores - os.sched_getaffinity(0) or cores
             self._pool = ThreadPoolExecutor(
-                max(1, self._threads - 1), "maru-copy", initializer=_roam, initargs=(elsewhere,)
+                max(1, self._threads - 1), "maru-copy", initializer=roam, initargs=(elsewhere,)
             )
         return self._pool, self._threads or 1
 
@@ -155,6 +155,7 @@ def process_cores() -> set[int]:
     return cores
 
 
-def _roam(cores: set[int]) -> None:
+def roam(cores: set[int]) -> None:
+    """Let the calling thread run on ``cores``."""
     with suppress(OSError):  # the cores were taken from this process; then the thread stays where it was started
         os.sched_setaffinity(0, cores)

@@ -22,7 +22,7 @@ from maru_integrations.vllm import compat, setup
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.engines import EngineChooser
 from maru_integrations.vllm.guard import Guard
-from maru_integrations.vllm.metadata import ERROR, MaruConnectorMetadata, MaruHandshake, StoreOp
+from maru_integrations.vllm.metadata import UNAVAILABLE, MaruConnectorMetadata, MaruHandshake, StoreOp
 from maru_integrations.vllm.stats import MaruPromMetrics, MaruStats
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.load(metadata.loads)
             return
         for op in metadata.loads:
-            self._answers.load_ended(op, 0, op.blocks)
+            self._answers.load_ended(op, 0, op.blocks, UNAVAILABLE)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for this layer of requests that went on before all of it was loaded."""
@@ -273,7 +273,7 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             return
         for op in metadata.stores:
             if op.asynchronous:
-                self._answers.store_ended(op, 0, ERROR)
+                self._answers.store_ended(op, 0, UNAVAILABLE)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Held requests that no store reads any more, and parked ones whose load has ended."""

@@ -77,6 +77,8 @@ class Loader:
 
     def submit(self, ops: Sequence[LoadOp]) -> None:
         """Load these when their turn comes, after what the calling thread's stream was told so far."""
+        if not ops:
+            return
         fence = self._lane.fence()
         for op in ops:
             problem = problem_of(op, self._shape)

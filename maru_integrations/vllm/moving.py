@@ -81,6 +81,7 @@ def write(
     weights_epoch: int,
     copying: Copying = at_once,
     valid: Callable[[], bool] = lambda: True,
+    timeout: float | None = None,
 ) -> tuple[int, str]:
     """Copy what nobody has stored yet into the pool.
 
@@ -91,7 +92,9 @@ def write(
     handler = link.handler
     if not handler.is_up:
         return 0, UNAVAILABLE
-    grants = handler.reserve(items.keys, link.stored.nbytes, items.parents, weights_epoch=weights_epoch)
+    grants = handler.reserve(
+        items.keys, link.stored.nbytes, items.parents, weights_epoch=weights_epoch, timeout=timeout
+    )
     statuses = [ReserveStatus(status) for status in grants.statuses]
     kept = sum(status in (ReserveStatus.PRESENT, ReserveStatus.BUSY) for status in statuses)
     reason = NO_ROOM if ReserveStatus.NO_ROOM in statuses else REFUSED if ReserveStatus.REFUSED in statuses else ""
@@ -106,7 +109,9 @@ def write(
         if not allowed or not valid():
             handler.abort(grants, new)
             return kept, PREEMPTED
-        committed = sum(status == CommitStatus.OK for status in handler.commit(grants, new, checksums=True))
+        committed = sum(
+            status == CommitStatus.OK for status in handler.commit(grants, new, checksums=True, timeout=timeout)
+        )
     except BaseException:
         handler.abort(grants, new)
         raise

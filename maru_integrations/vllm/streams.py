@@ -45,7 +45,10 @@ class HostLane:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Nothing to set."""
+        """The calling thread may run on any core of the process: its starter may be pinned to one, to compute there."""
+        from maru_transfer.host_copy import process_cores, roam
+
+        roam(process_cores())
         yield
 
     def after(self, fence: Any) -> None:

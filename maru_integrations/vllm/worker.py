@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-from attrs import frozen
+from attrs import define, frozen
 
 from maru_core import logs
-from maru_core.errors import TransferError
+from maru_core.errors import BackendError, TransferError, Unavailable
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape, chunks_of, failed_blocks, items_of, problem_of
 from maru_integrations.vllm.loader import Loader, LoaderSettings
-from maru_integrations.vllm.metadata import ERROR, LOAD_FAILED, PREEMPTED, LoadOp, MaruConnectorMetadata, StoreOp
+from maru_integrations.vllm.metadata import (
+    ERROR,
+    LOAD_FAILED,
+    PREEMPTED,
+    UNAVAILABLE,
+    LoadOp,
+    MaruConnectorMetadata,
+    StoreOp,
+)
 from maru_integrations.vllm.moving import Link, fetch, write
 from maru_integrations.vllm.overlap import LayerHooks
 from maru_integrations.vllm.saver import Saver, SaverSettings
@@ -31,6 +40,29 @@ class Threads:
     lane: Callable[[], Lane]
     loads: LoaderSettings | None = None
     stores: SaverSettings | None = None
+
+
+@define
+class Patience:
+    """How long a step waits for the server in order to store, and how rarely once that was in vain."""
+
+    #: For one answer, in seconds.
+    seconds: float = 0.5
+    _pause: float = 1.0
+    _until: float = -math.inf
+
+    def allows(self, now: float) -> bool:
+        """Whether to ask the server at all."""
+        return now >= self._until
+
+    def failed(self, start: float, now: float) -> None:
+        """No answer came. After a wait for nothing: ask no more for a second, each time twice as long, up to 30 s."""
+        if now - start >= self.seconds:
+            self._until, self._pause = now + self._pause, min(30.0, self._pause * 2)
+
+    def answered(self) -> None:
+        """It answers."""
+        self._pause = 1.0
 
 
 class MaruWorker:
@@ -77,6 +109,7 @@ class MaruWorker:
         self._announced: list[StoreOp] = []
         self._weights_epoch = 0
         self._told: set[str] = set()
+        self._patience = Patience()
 
     def connect(self) -> Link:
         """Map the pool and bind the KV tensors; raises MaruError. Tried again by the first step that needs it."""
@@ -124,15 +157,16 @@ class MaruWorker:
             self._loader.submit([op for op in loads if op.parked])
             loads = [op for op in loads if not op.parked]
         for op in loads:
-            good = 0
+            good, reason = 0, ""
             try:
                 good = self._load(op)
             except Exception as error:  # noqa: BLE001 - whatever it is, the scheduler must hear that this load failed
+                reason = UNAVAILABLE if isinstance(error, Unavailable | BackendError) else ""
                 self._log.warning("maru.load_error", request=op.request_id, error=str(error))
             failed = failed_blocks(op, self._shape, good)
             if failed:
                 self._load_failed = True
-            self._answers.load_ended(op, good, failed)
+            self._answers.load_ended(op, good, failed, reason)
 
     def _load(self, op: LoadOp) -> int:
         start = time.perf_counter()
@@ -214,7 +248,15 @@ class MaruWorker:
         items = items_of(ops, self._shape)
         kept, reason = 0, ERROR
         try:
-            kept, reason = write(self.connect(), items, self._shape, weights_epoch)
+            if self._patience.allows(start):
+                kept, reason = write(self.connect(), items, self._shape, weights_epoch, timeout=self._patience.seconds)
+                if reason != UNAVAILABLE:
+                    self._patience.answered()
+            else:
+                reason = UNAVAILABLE
+        except Unavailable:
+            reason = UNAVAILABLE
+            self._patience.failed(start, time.perf_counter())
         except Exception as error:  # noqa: BLE001 - a store that fails is a store less
             kind = type(error).__name__
             if kind not in self._told:

@@ -29,12 +29,13 @@ def quiet(tiny: Tiny, seconds: float = 10) -> None:
     assert not len(side._loads)
 
 
-def stored(tiny: Tiny, ids: list[int], chunks: int, seconds: float = 10) -> int:
+def stored(tiny: Tiny, ids: list[int], chunks: int, seconds: float = 10) -> float:
     """Chunks that are there once the saver has had time to write them."""
     deadline = time.monotonic() + seconds
-    while tiny.present(ids) < chunks and time.monotonic() < deadline:
+    objects = tiny.side._plan.objects_per_chunk
+    while tiny.present(ids) < chunks * objects and time.monotonic() < deadline:
         time.sleep(0.01)
-    return tiny.present(ids)
+    return tiny.present(ids) / objects
 
 
 def with_settings(tiny: Tiny, **changes: Any) -> Any:

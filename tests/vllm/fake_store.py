@@ -167,6 +167,8 @@ class FakeHandler:
     store: FakeStore
     weights_epoch: int = 0
     closed: bool = False
+    #: What RESERVE was given each time, in seconds.
+    timeouts: list[float | None] = field(factory=list)
 
     @property
     def is_up(self) -> bool:
@@ -214,7 +216,9 @@ class FakeHandler:
         parents: Sequence[bytes] | None = None,
         *,
         weights_epoch: int | None = None,
+        timeout: float | None = None,
     ) -> Grants:
+        self.timeouts.append(timeout)
         if not self.store.up:
             raise Unavailable("injected: the server is away")
         assert parents is not None
@@ -241,7 +245,14 @@ class FakeHandler:
         return memoryview(self.store.by_entry[grants.entries[index]].data)
 
     @one_at_a_time
-    def commit(self, grants: Grants, indices: Sequence[int] | None = None, *, checksums: bool) -> bytes:
+    def commit(
+        self,
+        grants: Grants,
+        indices: Sequence[int] | None = None,
+        *,
+        checksums: bool,
+        timeout: float | None = None,
+    ) -> bytes:
         for index in grants.new if indices is None else indices:
             self.store.by_entry[grants.entries[index]].ready = True
         return bytes([CommitStatus.OK]) * len(grants.new)

@@ -83,6 +83,11 @@ class World:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
+    def received(self, forward: Callable[[], None] = lambda: None, **metadata: Any) -> None:
+        """Such a step, and further ones until its load was reported."""
+        received = self.step(forward, **metadata)[1]
+        self.until(lambda: bool(received.update(self.step()[1]) or received))
+
     def stored(self, value: int, number: int = 1) -> LoadOp:
         """An object that is in the pool, as a load to block ``number``."""
         grants = self.handler.reserve([key(number)], LAYERS, [bytes(32)], weights_epoch=0)
@@ -141,9 +146,7 @@ def load_leaves_alone_what_a_step_in_flight_still_reads(broken: str) -> None:
     world, seen = World(broken), []
     try:
         op = world.stored(NEW)
-        world.step(lambda: world.attend(1, seen), loads=[op])
-        received: set[str] = set()
-        world.until(lambda: bool(received.update(world.step()[1]) or received))
+        world.received(lambda: world.attend(1, seen), loads=[op])
         world.ran()
         assert seen == [OLD] * LAYERS
     finally:
@@ -155,9 +158,7 @@ def request_reads_what_was_loaded(broken: str) -> None:
     world, seen = World(broken), []
     try:
         op = world.stored(NEW)
-        world.step(loads=[op])
-        received: set[str] = set()
-        world.until(lambda: bool(received.update(world.step()[1]) or received))
+        world.received(loads=[op])
         world.step(lambda: world.attend(1, seen), received=["r1"])
         world.ran()
         assert seen == [NEW] * LAYERS
@@ -170,9 +171,7 @@ def request_reads_layers_while_later_ones_arrive(broken: str) -> None:
     try:
         world.step(lambda: world.attend(0, []))  # from here on hooks are known to come
         op = world.stored(NEW)
-        world.step(loads=[op])
-        received: set[str] = set()
-        world.until(lambda: bool(received.update(world.step()[1]) or received))
+        world.received(loads=[op])
         assert not world.loads[0].events[-1].passed, "released before the last layer is there"
 
         def forward() -> None:
@@ -211,9 +210,7 @@ def test_blocks_of_a_released_load_are_left_alone_before_a_step_may_reuse_them()
     try:
         world.step(lambda: world.attend(0, []))
         op = world.stored(NEW)
-        world.step(loads=[op])
-        received: set[str] = set()
-        world.until(lambda: bool(received.update(world.step()[1]) or received))
+        world.received(loads=[op])
         world.step(lambda: world.compute(1, 99), cancelled_loads=[1])
         world.ran()
         assert not world.loads[0].stream.work
@@ -226,9 +223,7 @@ def test_a_step_that_runs_one_graph_waits_for_all_layers_first() -> None:
     world, seen = World(early=1), []
     try:
         op = world.stored(NEW)
-        world.step(loads=[op])
-        received: set[str] = set()
-        world.until(lambda: bool(received.update(world.step()[1]) or received))
+        world.received(loads=[op])
         message = MaruConnectorMetadata(received=["r1"])
         world.worker.begin(message, whole_graph=True)
         for layer in range(LAYERS):
@@ -246,9 +241,7 @@ def test_hooks_that_stop_coming_are_noticed_and_what_was_read_counts_as_failed()
     try:
         world.step(lambda: world.attend(0, []))
         op = world.stored(NEW)
-        world.step(loads=[op])
-        received: set[str] = set()
-        world.until(lambda: bool(received.update(world.step()[1]) or received))
+        world.received(loads=[op])
         world.loads[0].may_finish.set()
         store = StoreOp("r1", [0], [key(9)], [bytes(32)], [1], store_id=5, asynchronous=True)
         world.step(stores=[store], received=["r1"])

@@ -30,6 +30,7 @@ from maru_integrations.vllm.metadata import (
     UNAVAILABLE,
     LoadOp,
     LoadResult,
+    MaruConnectorMetadata,
     MaruWorkerMetadata,
     StoreOp,
     StoreResult,
@@ -37,6 +38,7 @@ from maru_integrations.vllm.metadata import (
 from maru_integrations.vllm.moving import Link
 from maru_integrations.vllm.saver import Saver, SaverSettings
 from maru_integrations.vllm.streams import HostLane
+from maru_integrations.vllm.worker import MaruWorker, Patience
 from tests.vllm.fake_store import FakeHandler, FakeStore
 from tests.vllm.slow_transfer import Pace, SlowTransfer
 
@@ -407,6 +409,47 @@ def test_preemption_at_every_stage(world: World, stage: str) -> None:
     assert result == (StoreResult(2, 1) if stored else StoreResult(2, 0, PREEMPTED))
     assert stored or key(2) not in world.store.objects
     assert world.is_stored(1) is (stage == "queued")
+
+
+def test_a_step_waits_for_a_late_server_once_and_then_leaves_it_alone() -> None:
+    """H14: the decode of others must not wait for stores; the pauses grow, and end with an answer."""
+    patience = Patience(seconds=0.5)
+    assert patience.allows(0.0)
+    patience.failed(0.0, 0.001)
+    assert patience.allows(0.002), "a refusal that came at once delays nobody"
+    patience.failed(1.0, 1.5)
+    assert not patience.allows(2.4)
+    assert patience.allows(2.5)
+    patience.failed(2.5, 3.0)
+    assert not patience.allows(4.9)
+    assert patience.allows(5.0)
+    patience.answered()
+    patience.failed(5.0, 5.5)
+    assert patience.allows(6.5)
+
+
+def test_stores_within_a_step_are_bounded_and_skipped_while_the_server_is_late(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("maru_integrations.vllm.worker.time.perf_counter", lambda: now[0])
+    reserve = world.handler.reserve
+
+    def late(*arguments: Any, timeout: float | None = None, **named: Any) -> Any:
+        world.handler.timeouts.append(timeout)
+        assert timeout is not None
+        now[0] += timeout
+        raise Unavailable("injected: no answer")
+
+    worker = MaruWorker(lambda: world.link, world.answers, SHAPE)
+    object.__setattr__(world.link, "handler", _With(world.handler, "reserve", late))
+    for _ in range(5):
+        worker.store(MaruConnectorMetadata(stores=[evolve(world.save(0, 1), asynchronous=False)]))
+    assert world.handler.timeouts == [0.5]
+    object.__setattr__(world.link, "handler", _With(world.handler, "reserve", reserve))
+    now[0] += 1.1
+    worker.store(MaruConnectorMetadata(stores=[evolve(world.save(0, 1), asynchronous=False)]))
+    assert world.is_stored(1)
 
 
 class _With:
