@@ -302,6 +302,28 @@ MARU_API int maru_cuda_wait(struct maru_pages *pages);
 /* Seconds that the last job took the calling thread: to issue it, and asleep until there was room or all had gone. */
 MARU_API int maru_cuda_times(const struct maru_pages *pages, double *issued, double *waited);
 
+/* An export of a Python object's memory, laid out as CPython's Py_buffer, which has been of its stable ABI since 3.11 and
+ * was the same before. */
+struct maru_buffer {
+  void *address, *owner;
+  intptr_t bytes, item_bytes;
+  int32_t readonly, dimensions;
+  void *rest[5];
+};
+
+/* CPython's PyObject_GetBuffer and PyBuffer_Release, as the interpreter that calls has them: nothing is linked. */
+typedef int (*maru_get_buffer)(void *object, struct maru_buffer *view, int flags);
+typedef void (*maru_release_buffer)(struct maru_buffer *view);
+
+/* Export the contiguous memory of `count` objects, in one call because thousands cost milliseconds. Returns how many were
+ * exported; if fewer than `count`, that object's exception is set and the exports before it are released again. The calling
+ * thread holds the interpreter's lock, and the objects stay during the call. */
+MARU_API uint32_t maru_buffers_take(maru_get_buffer get, maru_release_buffer release, void *const *objects,
+                                    uint32_t count, struct maru_buffer *views);
+
+/* Release exports, the last first, with the interpreter's lock held. */
+MARU_API void maru_buffers_release(maru_release_buffer release, struct maru_buffer *views, uint32_t count);
+
 /* What went wrong in the last failed call on `pages`; valid until the next call on it. Never NULL. */
 MARU_API const char *maru_cuda_error(const struct maru_pages *pages);
 

@@ -19,6 +19,7 @@ from maru_core.errors import TransferError
 from maru_core.geometry import ObjectLayout, PagedLayout
 from maru_transfer import build_info
 from maru_transfer.abi import geometry_of
+from maru_transfer.exports import BufferCalls, Exports
 
 LIBRARY: Final = "libmaru_cuda.so"
 #: MARU_CUDA_ABI_VERSION of the header that this module was written for.
@@ -169,6 +170,7 @@ class CudaLibrary:
         self.wait = function("maru_cuda_wait", status, pointer)
         self.times = function("maru_cuda_times", status, pointer, pointer, pointer)
         self.error = function("maru_cuda_error", text, pointer)
+        self.buffers = BufferCalls.of(library)
 
     def check(self) -> None:
         """Raises TransferError in a forked child."""
@@ -222,6 +224,10 @@ class CudaDevice:
     def check(self) -> None:
         """Raises TransferError in a forked child."""
         self._library.check()
+
+    def export(self, buffers: Sequence[Any]) -> Exports:
+        """Where buffers lie, and what keeps their memory. Raises BufferError, TypeError or ValueError."""
+        return Exports(self._library.buffers, buffers)
 
     def host_range(self, address: int) -> tuple[int, int]:
         """First address and bytes of the registered memory around ``address``; (0, 0) when it is not registered."""

@@ -23,6 +23,7 @@ from maru_transfer.plan import mismatch, plan_pieces
 
 if TYPE_CHECKING:
     from maru_transfer.cuda_library import CudaDevice, CudaLibrary, Job
+    from maru_transfer.exports import Exports
     from maru_transfer.slices import Spans
 
 #: Planes, elements of a byte or a few: what the kernels know.
@@ -144,27 +145,33 @@ class KernelTransfer:
             self._submit(job)
         finally:
             # Also after an error: no copy may still touch pages or buffers once the call has returned.
-            self._pages.wait()
-            del held
+            try:
+                self._pages.wait()
+            finally:
+                held.release()
 
     def _plan(
         self, direction: int, block_ids: Sequence[int], copies: Sequence[ChunkCopy], *, by_layer: bool = False
-    ) -> tuple[Any, Job]:
+    ) -> tuple[Exports, Job]:
         """What holds the buffers' memory, and what is to be done."""
         from maru_transfer import slices
 
         if self._closed:
             raise TransferError("this transfer is closed")
         self._device.check()
-        slices.writable(direction, copies)
         try:
-            held, addresses = _addresses(copies)
-        except ValueError as error:  # not contiguous, or released
+            held = self._device.export([copy.buffer for copy in copies])
+        except (BufferError, TypeError, ValueError) as error:  # not contiguous, no buffer, or released
             plan_pieces(self._slicer.paged, self._slicer.stored, block_ids, copies)
             raise TransferError(f"a buffer cannot be used: {error}") from error
-        # What is registered now may not be any more when the next call comes.
-        spans = _asking(self._device) if self._pinned is None else _told(self._pinned)
-        return held, self._slicer.job(direction, block_ids, copies, addresses, spans, by_layer=by_layer)
+        try:
+            slices.writable(direction, copies, held.readonly)
+            # What is registered now may not be any more when the next call comes.
+            spans = _asking(self._device) if self._pinned is None else _told(self._pinned)
+            return held, self._slicer.job(direction, block_ids, copies, held.addresses, spans, by_layer=by_layer)
+        except BaseException:
+            held.release()
+            raise
 
     def _submit(self, job: Job) -> None:
         """Start a job: returns when its last slice is under way. ``self._pages.wait()`` ends it."""
@@ -288,14 +295,6 @@ class _TorchMemory:
     def stream(self) -> int:
         torch = importlib.import_module("torch")
         return int(torch.cuda.current_stream(self.device).cuda_stream)
-
-
-def _addresses(copies: Sequence[ChunkCopy]) -> tuple[Any, list[int]]:
-    """Where buffers lie, and what keeps them exported."""
-    import numpy as np
-
-    held = [np.frombuffer(copy.buffer, np.uint8) for copy in copies]
-    return held, [array.__array_interface__["data"][0] for array in held]
 
 
 def _asking(device: CudaDevice) -> Callable[[int, int], Spans]:

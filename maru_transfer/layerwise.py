@@ -22,6 +22,7 @@ from maru_transfer.layered import LoadThread, SameProcess
 
 if TYPE_CHECKING:
     from maru_transfer.cuda_library import CudaLayers, Job
+    from maru_transfer.exports import Exports
 
 
 class LayerwiseTransfer(KernelTransfer):
@@ -63,13 +64,15 @@ class LayerwiseTransfer(KernelTransfer):
         self._thread.settle()
         super()._move(direction, block_ids, copies)
 
-    def _run(self, held: Any, job: Job, layers: CudaLayers) -> None:
+    def _run(self, held: Exports, job: Job, layers: CudaLayers) -> None:
         try:
             self._pages.submit(job, self._how, 0, layers)
         finally:
             # Also after an error: no copy may still touch pages or buffers once the load has ended.
-            self._pages.wait()
-            del held
+            try:
+                self._pages.wait()
+            finally:
+                held.release()
 
 
 class _FollowedLoad:

@@ -64,7 +64,7 @@ class Slicer:
         direction: int,
         block_ids: Sequence[int],
         copies: Sequence[ChunkCopy],
-        addresses: Sequence[int],
+        addresses: Sequence[int] | Array,
         spans: Callable[[int, int], Spans],
         *,
         by_layer: bool = False,
@@ -76,8 +76,13 @@ class Slicer:
         """
         try:
             table = np.array(block_ids, np.int64).reshape(-1)
-            ranges = np.array([(copy.chunk, copy.first, copy.last) for copy in copies], np.int64).reshape(-1, 3)
-            layers = np.array([-1 if copy.layer is None else copy.layer for copy in copies], np.int64)
+            # Column by column: no object is made per copy, which would wake the garbage collector.
+            count = len(copies)
+            ranges = np.empty((count, 3), np.int64)
+            ranges[:, 0] = np.fromiter([copy.chunk for copy in copies], np.int64, count)
+            ranges[:, 1] = np.fromiter([copy.first for copy in copies], np.int64, count)
+            ranges[:, 2] = np.fromiter([copy.last for copy in copies], np.int64, count)
+            layers = np.fromiter([-1 if copy.layer is None else copy.layer for copy in copies], np.int64, count)
             places = self._places(ranges)
             sound = self._is_sound(table, copies, ranges, layers, places)
         except (OverflowError, TypeError, ValueError):  # no numbers, or such as nobody can mean
@@ -95,7 +100,7 @@ class Slicer:
         shares = self._shares(ranges, layers, where, ways, by_layer=by_layer)
         followed = self.paged.num_layers if by_layer else 0
         cutter = Cutter(self.limits.slot, self._token_bytes, self.paged.block_size, followed)
-        return Job(direction, cutter.cut(shares), table[low:high].astype(np.int32), low, np.unique(cuts))
+        return Job(direction, cutter.cut(shares), table[low:high].astype(np.int32), low, _ascending(cuts))
 
     def _shares(self, ranges: Array, layers: Array, where: Array, ways: Array, *, by_layer: bool) -> Shares:
         """What is moved of each object, in order of copies or of layers."""
@@ -195,6 +200,15 @@ class Slicer:
         return np.cumsum(begins)
 
 
+def _ascending(values: Array) -> Array:
+    """Sorted, each once; np.unique would import numpy.ma in the midst of the first request."""
+    values = np.sort(values)
+    fresh = np.ones(len(values), bool)
+    fresh[1:] = values[1:] != values[:-1]
+    once: Array = values[fresh]
+    return once
+
+
 def is_plain(paged: PagedLayout, plane: PlaneStrides) -> bool:
     """Whether the tokens of a block follow each other without a gap in a plane, each element by element."""
     return (
@@ -204,10 +218,8 @@ def is_plain(paged: PagedLayout, plane: PlaneStrides) -> bool:
     )
 
 
-def writable(direction: int, copies: Sequence[ChunkCopy]) -> None:
-    """Raises TransferError when a store has a buffer that cannot be written."""
-    if direction != STORE:
-        return
-    for number, copy in enumerate(copies):
-        if copy.buffer.readonly:
-            raise TransferError(f"copy {number} (chunk {copy.chunk}) stores into a read-only buffer")
+def writable(direction: int, copies: Sequence[ChunkCopy], readonly: Array) -> None:
+    """Raises TransferError when a store has a buffer that cannot be written. ``readonly``: of each copy."""
+    if direction == STORE and readonly.any():
+        number = int(readonly.argmax())
+        raise TransferError(f"copy {number} (chunk {copies[number].chunk}) stores into a read-only buffer")

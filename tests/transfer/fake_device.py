@@ -23,7 +23,7 @@ from maru_transfer.kernel import KernelTransfer, Tuning
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-SOURCES = ("cuda.c", "cuda_copies.c")
+SOURCES = ("cuda.c", "cuda_copies.c", "buffers.c")
 #: What fake_counts fills, in this order.
 COUNTS = ("copies", "launches", "batches", "waits", "bytes", "most_under_way", "misaligned", "folded")
 
