@@ -163,17 +163,20 @@ class Engine:
             compat.runs_layer_hooks = runs_layer_hooks
         if not output.num_scheduled_tokens:
             time.sleep(0.001)  # as EngineCore does
-        sync = output.has_sync_kv_loads
+        # vLLM 0.22 starts loads before the forward pass whatever they are, and saves nothing in steps without one.
+        old = not hasattr(output, "has_sync_kv_loads")
+        sync = old or output.has_sync_kv_loads
         if sync:
             worker.start_load_kv(None)
         tokens = self._forward(output, hooks)
         if not sync:
             worker.start_load_kv(None)
-        worker.wait_for_save()
-        results = worker.get_transfer_results(output.finished_req_ids)
+        if output.num_scheduled_tokens or not old:
+            worker.wait_for_save()
+        sent, received = worker.get_finished(output.finished_req_ids)
         connector_output = KVConnectorOutput(
-            finished_sending=results.finished_sending,
-            finished_recving=results.finished_recving,
+            finished_sending=sent,
+            finished_recving=received,
             invalid_block_ids=worker.get_block_ids_with_load_errors(),
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
@@ -388,7 +391,7 @@ def watch(engine: Engine) -> None:
         side.update_state_after_alloc,
         side.build_connector_meta,
     )
-    results, errors = worker.get_transfer_results, worker.get_block_ids_with_load_errors
+    results, errors = worker.get_finished, worker.get_block_ids_with_load_errors
     finished = side.request_finished_all_groups
 
     def checked_match(request: Request, local: int) -> tuple[int | None, bool]:
@@ -415,10 +418,11 @@ def watch(engine: Engine) -> None:
 
     def checked_results(finished_ids: set[str]) -> Any:
         answer = results(finished_ids)
-        for name in answer.finished_sending or ():
+        sent, received = answer
+        for name in sent or ():
             assert name in engine.held, "reported as sent, but vLLM does not wait for that"
             engine.held.remove(name)
-        for name in answer.finished_recving or ():
+        for name in received or ():
             status = scheduler.requests[name].status  # a KeyError here is an id that vLLM does not know any more
             assert status == RequestStatus.WAITING_FOR_REMOTE_KVS or RequestStatus.is_finished(status)
         return answer
@@ -443,7 +447,7 @@ def watch(engine: Engine) -> None:
     side.update_state_after_alloc = checked_alloc  # type: ignore[method-assign]
     side.build_connector_meta = checked_build  # type: ignore[method-assign]
     side.request_finished_all_groups = checked_finished  # type: ignore[method-assign]
-    worker.get_transfer_results = checked_results  # type: ignore[method-assign]
+    worker.get_finished = checked_results  # type: ignore[method-assign]
     worker.get_block_ids_with_load_errors = checked_errors  # type: ignore[method-assign]
 
 
