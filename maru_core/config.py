@@ -1,204 +1,47 @@
 """Every setting: the only reader of the environment and of vLLM's ``kv_connector_extra_config``.
 
 A value is taken from the mapping, then from the environment variable ``MARU_<NAME>``, then from the default. It is
-parsed once into a frozen :class:`MaruConfig`; nothing else in Maru looks at raw settings.
+parsed once into a frozen :class:`MaruConfig`; nothing else in Maru looks at raw settings. Kinds of values:
+:mod:`maru_core.setting_kinds`; where they are looked for: :mod:`maru_core.setting_sources`.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal, cast, get_args
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from attrs import Attribute, field, fields, frozen
 
-from maru_core import discovery, logs
-from maru_core.address import MAX_SOCKET_PATH, Address
-from maru_core.checksum import Verify
+from maru_core.address import Address
 from maru_core.errors import ConfigError
+from maru_core.setting_kinds import (
+    BOOLEAN,
+    COUNT,
+    ENGINES,
+    GRANULE,
+    LABEL,
+    LISTEN,
+    NAME,
+    NAMES,
+    OFF_OR_AUTO,
+    PATH,
+    PATHS,
+    POOL_SIZE,
+    POSITIVE,
+    SECONDS,
+    SECONDS_OR_NEVER,
+    SHARE,
+    URL,
+    VERIFY,
+    VISIBILITY,
+    Kind,
+    parse_boolean,
+)
+from maru_core.setting_sources import ENVIRON_PREFIX, FORMER_NAMES, PREFIX, collect, spelt
 from maru_core.sizes import parse_size
 
-PREFIX: Final = "maru_"
-ENVIRON_PREFIX: Final = "MARU_"
-#: Variables that start like a setting and are read elsewhere: here (plugins), or by the build.
-OTHER_VARIABLES: Final = frozenset(
-    {"MARU_PLUGINS", "MARU_PLUGINS_STRICT", "MARU_SKIP_KV_OPS", "MARU_CUDA_ARCHITECTURES"}
-)
-#: Names that settings had before; they still work and warn.
-FORMER_NAMES: Final[Mapping[str, str]] = {
-    "maru_enable_deferred_loading": "maru_async_load",
-    "maru_enable_write_behind": "maru_async_store",
-    "maru_enable_layerwise_overlap": "maru_overlap_load_with_compute",
-}
-
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_LISTEN: Final = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
-#: Who sees the bytes of a pool: only this host, or hosts that are not coherent with each other. ``auto`` looks at where
-#: the server listens.
-Visibility = Literal["auto", "host", "hosts"]
-#: Sizes are below this, in bytes: what a file can have.
-_END_OF_SIZES: Final = 1 << 63
-_TRUE: Final = frozenset({"1", "true", "yes", "on"})
-_FALSE: Final = frozenset({"0", "false", "no", "off"})
-
-
-@frozen
-class Kind:
-    """A type of setting: what is expected, in words, and a parser that raises ValueError on anything else."""
-
-    expected: str
-    parse: Callable[[object], Any]
-
-
-def _boolean(value: object) -> bool:
-    text = str(value).strip().lower() if isinstance(value, bool | int | str) else ""
-    if text in _TRUE:
-        return True
-    if text in _FALSE:
-        return False
-    raise ValueError
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError
-    return value.strip()
-
-
-def _label(value: object) -> str:
-    text = _text(value)
-    if len(text.encode()) > 256 or not text.isprintable():
-        raise ValueError
-    return text
-
-
-def _name(value: object) -> str:
-    text = _text(value)
-    if not _NAME.fullmatch(text):
-        raise ValueError
-    return text
-
-
-def _names(value: object) -> tuple[str, ...]:
-    parts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(parts, list | tuple):
-        raise ValueError
-    names = tuple(_name(part) for part in parts if part != "")
-    if len(set(names)) != len(names):
-        raise ValueError
-    return names
-
-
-def _path(value: object) -> str:
-    text = _text(value)
-    if not text.startswith("/") or "\0" in text:
-        raise ValueError
-    return os.path.normpath(text)
-
-
-def _paths(value: object) -> str:
-    paths = [_path(part) for part in _text(value).split(",")]
-    if len(set(paths)) != len(paths):
-        raise ValueError
-    return ",".join(paths)
-
-
-def _visibility(value: object) -> Visibility:
-    mode = _text(value).lower()
-    if mode not in get_args(Visibility):
-        raise ValueError
-    return cast(Visibility, mode)
-
-
-def _verify(value: object) -> Verify:
-    mode = _text(value).lower()
-    if mode not in get_args(Verify):
-        raise ValueError
-    return cast(Verify, mode)
-
-
-def _off_or_auto(value: object) -> str:
-    mode = _text(value).lower()
-    if mode not in ("off", "auto"):
-        raise ValueError
-    return mode
-
-
-def _url(value: object) -> str:
-    text = _text(value)
-    if text == "auto":
-        return text
-    address = Address.parse(text)
-    if address.host == "*" or (address.scheme == "tcp" and address.port is None):
-        raise ValueError
-    return text
-
-
-def _listen(value: object) -> str:
-    host, _, port = _text(value).rpartition(":")
-    if not _LISTEN.fullmatch(host) or not re.fullmatch("[0-9]{1,5}", port) or not 0 <= int(port) < 65536:
-        raise ValueError
-    return f"{host}:{port}"
-
-
-def _integer(low: int, high: int) -> Kind:
-    def parse(value: object) -> int:
-        number = int(value) if isinstance(value, str) else value
-        if type(number) is not int or not low <= number <= high:
-            raise ValueError
-        return number
-
-    return Kind(f"a whole number from {low} to {high}", parse)
-
-
-def _number(low: float, high: float, *, zero: bool = False) -> Kind:
-    def parse(value: object) -> float:
-        number = float(value) if isinstance(value, str) else value
-        if type(number) not in (int, float) or not isinstance(number, int | float):
-            raise ValueError
-        if not (low <= number <= high or (zero and number == 0)):
-            raise ValueError
-        return float(number)
-
-    return Kind(f"a number from {low:g} to {high:g}" + (", or 0" if zero else ""), parse)
-
-
-def _size(low: int, multiple: int) -> Kind:
-    def parse(value: object) -> int:
-        size = parse_size(value)
-        if not low <= size < _END_OF_SIZES or size % multiple:
-            raise ValueError
-        return size
-
-    step = f", a multiple of {multiple}" if multiple > 1 else ""
-    return Kind(f"a size such as 4G, 500M, 4GiB or a number of bytes, at least {low}{step}", parse)
-
-
-BOOLEAN: Final = Kind("true or false", _boolean)
-LABEL: Final = Kind("printable text of at most 256 bytes", _label)
-NAME: Final = Kind("a plugin's name: letters, digits, '.', '_' and '-'", _name)
-NAMES: Final = Kind("names of storage backends, each once: a list, or text with commas", _names)
-ENGINES: Final = Kind("names of transfer engines, each once: a list, or text with commas", _names)
-PATH: Final = Kind("an absolute path", _path)
-PATHS: Final = Kind("absolute paths with commas between them, each once", _paths)
-VISIBILITY: Final = Kind("auto, host or hosts", _visibility)
-VERIFY: Final = Kind("off, sample or full", _verify)
-OFF_OR_AUTO: Final = Kind("off or auto", _off_or_auto)
-URL: Final = Kind(
-    f"auto, ipc:///absolute/path (at most {MAX_SOCKET_PATH} bytes) or tcp://host:port; "
-    "one that is not loopback needs `maru_keys`",
-    _url,
-)
-LISTEN: Final = Kind("host:port, such as 127.0.0.1:9090; port 0: any free one", _listen)
-POOL_SIZE: Final = _size(1 << 20, 1)
-GRANULE: Final = _size(4096, 4096)
-COUNT: Final = _integer(0, 1_000_000)
-POSITIVE: Final = _integer(1, 1_000_000)
-SECONDS: Final = _number(0.001, 86_400)
-SECONDS_OR_NEVER: Final = _number(0.1, 31_536_000, zero=True)
-SHARE: Final = _number(0.01, 1)
+__all__ = ["ENVIRON_PREFIX", "FORMER_NAMES", "PREFIX", "MaruConfig", "PluginSettings", "needs_keys", "settings"]
 
 
 def _setting(default: Any, kind: Kind, text: str, unit: str = "") -> Any:
@@ -401,29 +244,8 @@ class MaruConfig:
         that names the nearest. An unknown ``MARU_*`` variable is only warned of, and those that start like
         ``MARU_DAX_`` belong to the plugin of that name, if one is installed.
         """
-        log = logs.get_logger(__name__)
-        known = {PREFIX + attribute.name for attribute in settings()}
-        given = {key: value for key, value in extra.items() if isinstance(key, str) and key.startswith(PREFIX)}
-        for key in given:
-            if key not in known and key not in FORMER_NAMES:
-                raise ConfigError(f"unknown setting {key}; the nearest is {_nearest(key, known)}")
-        variables = {
-            name.lower(): value
-            for name, value in environ.items()
-            if name.startswith(ENVIRON_PREFIX) and name == name.upper() and name not in OTHER_VARIABLES and value != ""
-        }
-        unknown = [key for key in sorted(variables) if key not in known and key not in FORMER_NAMES]
-        owned = _plugin_prefixes() if unknown else ()
-        for key in unknown:
-            if not key.startswith(owned):
-                log.warning("unknown_variable", variable=key.upper(), nearest=_nearest(key, known).upper())
-        values: dict[str, Any] = {}
-        sources: dict[str, str] = {}
-        for layer, spell, source in ((given, str, "extra config"), (variables, str.upper, "environment")):
-            for key, value in _renamed(layer, spell).items():
-                if key in known and key not in sources and value is not None:
-                    values[key.removeprefix(PREFIX)] = value
-                    sources[key] = (options or {}).get(key, source) if layer is given else source
+        names = {attribute.name for attribute in settings()}
+        values, sources = collect(names, extra, environ, options or {})
         return cls(**values, sources=sources)
 
     @property
@@ -446,7 +268,7 @@ class MaruConfig:
         own = f"{backend}_pool_size" if backend in ("cpu", "cxl") else "pool_size"
         whole = backend == "cxl" and self.pool_size_of(backend) is None
         key = PREFIX + (own if whole or getattr(self, own) is not None else "pool_size")
-        return _spelt(key, self.sources.get(key))
+        return spelt(key, self.sources.get(key))
 
     def pool_path_of(self, backend: str) -> str | None:
         """Where ``backend`` makes its pools: its own setting, else ``pool_path``; ``None`` for its default."""
@@ -500,7 +322,7 @@ class PluginSettings:
         allowed = None if not names else () if names == ("none",) else names
         strict = environ.get("MARU_PLUGINS_STRICT", "") or "0"
         try:
-            return cls(allowed, _boolean(strict))
+            return cls(allowed, parse_boolean(strict))
         except ValueError:
             raise ConfigError(f"MARU_PLUGINS_STRICT is {strict!r}; expected {BOOLEAN.expected}") from None
 
@@ -517,12 +339,6 @@ def needs_keys(url: str) -> str:
     )
 
 
-def _plugin_prefixes() -> tuple[str, ...]:
-    """How settings of installed plugins start, such as ``maru_dax_``; built-ins have no settings of their own."""
-    names = {candidate.name for candidate in discovery.candidates()}.difference(discovery.BUILT_INS)
-    return tuple(f"{PREFIX}{re.sub('[^a-z0-9]', '_', name.lower())}_" for name in names)
-
-
 def settings() -> tuple[Attribute[Any], ...]:
     """The fields of MaruConfig that users set, in order; ``metadata`` has kind, help, unit and default."""
     return tuple(attribute for attribute in fields(MaruConfig) if "kind" in attribute.metadata)
@@ -537,27 +353,5 @@ def _parse(attribute: Attribute[Any], value: object, source: str | None) -> Any:
 
 def _ill_typed(attribute: Attribute[Any], value: object, source: str | None) -> ConfigError:
     origin = "" if source is None or source.startswith("--") else f" (from the {source})"
-    shown = _spelt(PREFIX + attribute.name, source)
+    shown = spelt(PREFIX + attribute.name, source)
     return ConfigError(f"{shown} is {value!r}{origin}; expected {attribute.metadata['kind'].expected}")
-
-
-def _spelt(key: str, source: str | None) -> str:
-    """How a setting is called where it was set."""
-    if source is not None and source.startswith("--"):
-        return source
-    return key.upper() if source == "environment" else key
-
-
-def _renamed(layer: Mapping[str, Any], spell: Callable[[str], str]) -> dict[str, Any]:
-    """``layer`` with former names replaced, each with a warning; a current name wins over a former one."""
-    current = {key: value for key, value in layer.items() if key not in FORMER_NAMES}
-    for former, key in FORMER_NAMES.items():
-        if former in layer:
-            ignored = key in current
-            current.setdefault(key, layer[former])
-            logs.get_logger(__name__).warning("former_setting", setting=spell(former), use=spell(key), ignored=ignored)
-    return current
-
-
-def _nearest(key: str, known: set[str]) -> str:
-    return difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.0)[0]

@@ -40,26 +40,14 @@ NO_TORCH = (
     "maru_transfer/build_info.py",
 )
 #: Public names of the core for plugins that live outside of it, and for ours which is written like them.
-PUBLIC = {
-    *(
-        "composite",
-        "config",
-        "contracts",
-        "errors",
-        "geometry",
-        "hookspecs",
-        "plugin",
-        "pool_format",
-        "protocol",
-        "sizes",
-    )
-}
+PUBLIC = {"config", "contracts", "errors", "geometry", "hookspecs", "plugin", "pool_format", "protocol", "sizes"}
+PUBLIC |= {"composite"}
 #: Lower layers of the core may not know higher ones.
 LAYERS = [
     {"checksum", "errors", "logs", "plugin", "sizes", "address"},
     {"pool_format", "geometry"},
     {"protocol"},
-    {"namespace", "keys", "contracts", "discovery", "config", "access"},
+    {"namespace", "keys", "contracts", "discovery", "config", "setting_kinds", "setting_sources", "access"},
     {"hookspecs", "hints", "plugin_checks", "foreign", "composite", "fakes"},
     {"host"},
 ]
