@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> Outcome:
                     # The first pair of each kind touches memory and code for the first time.
                     if number in (0, options.pairs + 1):
                         continue
-                    (singles if long else windows)[name].append(found)  # type: ignore[index]
+                    (singles if long else windows)[name].append(found)
                 print(f"pair {number}", file=sys.stderr, flush=True)
     return judge(windows, singles)
 
