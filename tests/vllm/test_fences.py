@@ -228,10 +228,10 @@ def test_a_step_that_runs_one_graph_waits_for_all_layers_first() -> None:
         world.worker.begin(message, whole_graph=True)
         for layer in range(LAYERS):
             world.device.queue(lambda layer=layer: seen.append(world.device.pages[layer][1]))  # type: ignore[misc]
+        world.ran()  # before the loader has seen to the rest
+        assert seen == [NEW] * LAYERS
         world.loads[0].may_finish.set()
         world.worker.store(message)
-        world.ran()
-        assert seen == [NEW] * LAYERS
     finally:
         world.close()
 
