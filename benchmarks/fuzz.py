@@ -14,6 +14,7 @@ import json
 import os
 import random
 import re
+import select
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,8 @@ GROWTH_MB = 8.0
 CONVERSATIONS = 20_000
 #: Messages per second of each sender, connections per second, lookups per second.
 TALKERS, TALK_RATE, BURROW_RATE, WORK_RATE = 2, 800.0, 80.0, 400.0
+#: What each does of its rate at least, and how many seconds longer it may take for that.
+SHARE, STARVED = 0.25, 40.0
 #: Seconds after which the server forgets sessions that never attached; of itself it waits a minute.
 PATIENCE = 1.0
 
@@ -57,7 +60,7 @@ def serving(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "MARU_PLUGINS": "none"}
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=environ)
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + STARVED
         while not (folder / "server.json").exists():
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError((folder / "server.log").read_text())
@@ -69,11 +72,16 @@ def serving(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
 
 
 def crowd(url: str, seconds: float, seed: int, kinds: Sequence[tuple[str, float]]) -> list[dict[str, Any]]:
-    """Run programs of :mod:`tests.fuzz.attackers` side by side; what each of them did."""
+    """Run programs of :mod:`tests.fuzz.attackers` side by side; what each of them did.
+
+    They run for that long, and on a machine that is busy with other work until each has done its share, or for
+    ``STARVED`` seconds: a program that never had a processor would show nothing about the server.
+    """
     started: list[subprocess.Popen[str]] = []
     try:
         for number, (kind, rate) in enumerate(kinds):
-            command = [sys.executable, "-m", "tests.fuzz.attackers", kind, url, str(seed + number), str(rate)]
+            command = [sys.executable, "-m", "tests.fuzz.attackers", kind, url]
+            command += [str(seed + number), str(rate), str(int(rate * seconds * SHARE))]
             environ = {**os.environ, "PYTHONPATH": str(ROOT)}
             started.append(
                 subprocess.Popen(
@@ -81,6 +89,9 @@ def crowd(url: str, seconds: float, seed: int, kinds: Sequence[tuple[str, float]
                 )
             )
         time.sleep(seconds)
+        deadline = time.monotonic() + STARVED
+        for process in started:
+            select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
         return [json.loads(process.communicate(timeout=30)[0].splitlines()[-1]) for process in started]
     finally:
         for process in started:

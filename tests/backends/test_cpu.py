@@ -260,6 +260,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.communicate(timeout=10)
 
 
+@pytest.mark.slow
 def test_pools_of_dead_owners_go_and_those_of_live_ones_stay(tmp_path: Path) -> None:
     dead, orphan, neighbour = (hold(tmp_path, owner) for owner in ("owner", "gone", "neighbour"))
     try:

@@ -187,6 +187,7 @@ def start() -> Iterator[Start]:
         process.communicate(timeout=10)
 
 
+@pytest.mark.slow
 def test_a_second_owner_is_told_who_the_first_one_is(ask: PoolRequest, start: Start) -> None:
     first = start(OWN, ask.path, "first")
     for take_over in (False, True):
@@ -203,6 +204,7 @@ def test_a_second_owner_is_told_who_the_first_one_is(ask: PoolRequest, start: St
     pool.destroy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["plain", "fork", "view"])
 def test_no_pool_is_made_while_anybody_could_write_to_the_one_before(ask: PoolRequest, start: Start, way: str) -> None:
     """Killed servers and released devices alike: the memory of the next pool is the same."""

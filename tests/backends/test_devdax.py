@@ -21,6 +21,7 @@ from maru_core.config import MaruConfig
 from maru_core.contracts import PoolWish
 from maru_core.errors import BackendError
 from tests.backends.fake_sysfs import FakeSysfs
+from tests.budgets import examples
 
 MIB = 1 << 20
 #: Any character device that is there: the tree says what it is.
@@ -228,7 +229,7 @@ def is_answered(act: Callable[[], object]) -> bool:
     return answered
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     files=st.dictionaries(st.sampled_from(["size", "align", "numa_node", "target_node"]), CONTENT),
     driver=st.sampled_from(["device_dax", "kmem", "other", None]),

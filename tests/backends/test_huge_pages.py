@@ -84,6 +84,7 @@ def in_private_mount(kind: str, options: str, folder: Path, size: int) -> dict[s
     return answer
 
 
+@pytest.mark.slow
 def test_a_tmpfs_with_huge_pages(tmp_path: Path) -> None:
     found = in_private_mount("tmpfs", "huge=always,size=64M", tmp_path, 24 * MIB + 5 * 4096 + 1)
     assert found["size"] == 24 * MIB + 5 * 4096
@@ -95,6 +96,7 @@ def test_a_tmpfs_with_huge_pages(tmp_path: Path) -> None:
     assert found["page_size"] == HUGE
 
 
+@pytest.mark.slow
 def test_small_pages_are_told_as_such(tmp_path: Path) -> None:
     found = in_private_mount("tmpfs", "huge=never,size=64M", tmp_path, 24 * MIB)
     assert found["page_size"] == 4096

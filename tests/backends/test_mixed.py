@@ -90,6 +90,7 @@ def test_mixed_has_no_pools_of_its_own() -> None:
         MixedBackend().create_pool(PoolRequest(0, 1 << 20, 4096, 0, None, "t"))
 
 
+@pytest.mark.slow
 def test_a_server_serves_the_pools_of_its_members(maru_server: ServerFactory) -> None:
     server = maru_server(storage_backend="mixed", write_order="cpu", cpu_pool_size="2M", pool_size="8M")
     config = _config(server_url=server.url)
@@ -146,6 +147,7 @@ class TestCxlInMixed(BackendContract):
         return PoolRequest(0, 8 << 20, 4096, 0, str(tmp_path), "owner")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["cpu,cxl", "cxl,cpu"])
 @pytest.mark.parametrize("demote", [True, False])
 def test_bytes_over_both_media_while_one_and_both_are_full(

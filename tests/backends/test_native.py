@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from maru_backends import native
 from maru_core.errors import BackendError
+from tests.budgets import examples
 
 ROOT = Path(__file__).parents[2]
 SIZE = 1 << 20
@@ -87,7 +88,7 @@ def available(host: native.NativeHost) -> list[str]:
     return some or ["dc cvac", "dc civac"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, SIZE), st.integers(0, 5000), st.integers(0, 255), st.data())
 def test_bytes_stay_as_they_are(
     host: native.NativeHost, memory: Memory, start: int, length: int, fill: int, data: st.DataObject

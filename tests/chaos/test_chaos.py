@@ -13,6 +13,8 @@ from tests.chaos.controller import Chaos, Scale, operations
 from tests.chaos.stamps import CHAIN, KEYS, LONGEST, difference, size_of, stamped
 from tests.chaos.tally import FATAL
 
+pytestmark = pytest.mark.slow
+
 #: Everything is shorter, and a stop is still beyond every timer.
 SHORT = Scale(
     clients=5,

@@ -14,6 +14,8 @@ from maru_core.protocol import CommitStatus, Presence, ReserveStatus
 from tests.client.fake_server import eventually
 from tests.client.real import Folder
 
+pytestmark = pytest.mark.slow
+
 KEY = b"k" * 32
 READ = b"r" * 32
 

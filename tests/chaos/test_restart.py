@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+import pytest
+
 from benchmarks.restart import measure
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_killed_server_comes_back_with_everything() -> None:

@@ -108,6 +108,7 @@ def test_an_operator_forgets_a_session(folder: Folder) -> None:
     assert 1 not in [one["session"] for one in json.loads(admin(folder, "sessions", "--json").output)]
 
 
+@pytest.mark.slow
 def test_an_operator_stops_the_server(maru_server: ServerFactory) -> None:
     server = maru_server()
     result = maru("admin", "--runtime-dir", server.runtime_dir, "stop")
@@ -168,6 +169,7 @@ def test_status_without_the_credential_shows_totals(folder: Folder) -> None:
     assert handler.namespace.digest.hex() not in result.output
 
 
+@pytest.mark.slow
 def test_the_credential_goes_to_no_other_server(maru_server: ServerFactory, maru_runtime_dir: Path) -> None:
     """Somebody else's socket, asked about with the runtime folder of a server that lives elsewhere."""
     server = maru_server()
@@ -195,6 +197,7 @@ def test_the_credential_goes_to_no_other_server(maru_server: ServerFactory, maru
     assert maru("admin", "--runtime-dir", server.runtime_dir, "--url", server.url, "sessions").exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_server_at_a_tcp_address_is_found_and_administered_with_keys(
     maru_server: ServerFactory, maru_runtime_dir: Path
 ) -> None:
@@ -271,6 +274,7 @@ def test_keys_that_cannot_be_reached_are_named(tmp_path: Path) -> None:
     assert "File name too long" in result.output
 
 
+@pytest.mark.slow
 def test_what_a_killed_server_wrote_is_not_believed(maru_server: ServerFactory, maru_runtime_dir: Path) -> None:
     server = maru_server(server_url=f"tcp://127.0.0.1:{free_port('127.0.0.1')}")
     server.process.kill()

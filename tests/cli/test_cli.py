@@ -76,6 +76,7 @@ def test_status_of_a_stopped_server_ends_in_time(folder: Folder) -> None:
     assert "no answer within 0.2 s" in result.output
 
 
+@pytest.mark.slow
 def test_a_second_server_is_told_of_the_first(folder: Folder) -> None:
     folder.connect()
     second = serve(folder.path, "--pool-size", "1M", "--pool-path", str(folder.path))
@@ -83,6 +84,7 @@ def test_a_second_server_is_told_of_the_first(folder: Folder) -> None:
     assert str(folder.pid()) in second.stderr
 
 
+@pytest.mark.slow
 def test_serve_names_a_wrong_setting(maru_runtime_dir: Path) -> None:
     wrong = serve(maru_runtime_dir, "--pool-size", "lots")
     assert wrong.returncode == 1
@@ -90,6 +92,7 @@ def test_serve_names_a_wrong_setting(maru_runtime_dir: Path) -> None:
     assert "Traceback" not in wrong.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -113,6 +116,7 @@ def test_serve_says_what_is_wrong_in_a_line(maru_runtime_dir: Path, arguments: t
     assert "Traceback" not in wrong.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["server.lock", "server.json", "weights.json", "admin.token", "server.sock"])
 def test_serve_names_a_folder_in_the_place_of_a_file(maru_runtime_dir: Path, name: str) -> None:
     (maru_runtime_dir / name).mkdir()
@@ -122,6 +126,7 @@ def test_serve_names_a_folder_in_the_place_of_a_file(maru_runtime_dir: Path, nam
     assert "Traceback" not in wrong.stderr
 
 
+@pytest.mark.slow
 def test_a_setting_of_the_environment_is_named_as_there(
     maru_runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +134,7 @@ def test_a_setting_of_the_environment_is_named_as_there(
     assert "MARU_CHUNK_SIZE is '5' (from the environment)" in serve(maru_runtime_dir).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "ends"), [((), True), (("nohup",), False)])
 def test_hanging_up_ends_a_server_cleanly(maru_runtime_dir: Path, command: tuple[str, ...], ends: bool) -> None:
     serving = [sys.executable, "-m", "maru_core.cli", "serve", "--runtime-dir", str(maru_runtime_dir)]
@@ -152,6 +158,7 @@ def test_hanging_up_ends_a_server_cleanly(maru_runtime_dir: Path, command: tuple
         process.communicate()
 
 
+@pytest.mark.slow
 def test_serve_names_an_unknown_backend(maru_runtime_dir: Path) -> None:
     wrong = serve(maru_runtime_dir, "--storage-backend", "paper")
     assert wrong.returncode == 1
@@ -159,6 +166,7 @@ def test_serve_names_an_unknown_backend(maru_runtime_dir: Path) -> None:
     assert "cpu" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_serve_limits_what_a_namespace_may_take(maru_runtime_dir: Path) -> None:
     wrong = serve(maru_runtime_dir, "--namespace-quota", "some")
     assert wrong.returncode == 1
@@ -173,6 +181,7 @@ def test_plugins_lists_the_built_ins() -> None:
     assert "cpu" in [plugin["name"] for plugin in listed]
 
 
+@pytest.mark.slow
 def test_what_plugins_tells_beside_its_list_is_not_in_the_list() -> None:
     """Warnings go to stderr: what reads the list as JSON is not disturbed."""
     command = [sys.executable, "-m", "maru_core.cli", "plugins", "--json"]
@@ -187,6 +196,7 @@ def test_version_and_help() -> None:
         assert command in maru("--help").output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "environ", "named"),
     [

@@ -71,6 +71,7 @@ def test_a_host_without_a_server_or_device_is_well(maru_runtime_dir: Path) -> No
         assert expected in shown.output
 
 
+@pytest.mark.slow
 def test_a_running_server_and_its_pools_are_listed(maru_server: ServerFactory, maru_runtime_dir: Path) -> None:
     server = maru_server(maru_runtime_dir)
     found = findings(maru_runtime_dir)
@@ -79,6 +80,7 @@ def test_a_running_server_and_its_pools_are_listed(maru_server: ServerFactory, m
     assert pool["subject"].startswith(str(maru_runtime_dir))
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_answer_is_told_from_one_that_is_not_there(
     maru_server: ServerFactory, maru_runtime_dir: Path
 ) -> None:
@@ -216,6 +218,7 @@ main(["doctor", "--json", "--runtime-dir", sys.argv[2]])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("checks", "code"), [("hangs,endless", 1), ("threads", 0), ("stuck", 1)])
 def test_checks_that_do_not_end_are_left_behind_and_hold_nothing_up(
     maru_runtime_dir: Path, checks: str, code: int
@@ -344,6 +347,7 @@ def test_memory_for_cpu_pools(tmp_path: Path) -> None:
     assert "does not fit into what is free now" in text_of(found, "warning")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["doctor", "--json"], ["status", "--json"], ["plugins", "--json"]])
 def test_json_is_alone_on_stdout_whatever_there_is_to_warn_of(command: list[str], maru_runtime_dir: Path) -> None:
     environ = {**os.environ, "MARU_RUNTIME_DIR": str(maru_runtime_dir), "MARU_NO_SUCH_SETTING": "1"}

@@ -18,6 +18,7 @@ from maru_core.errors import ConfigError
 from maru_core.host import PluginHost
 from maru_core.namespace import Namespace
 from maru_core.pool_format import HEADER_SIZE, KEY_SIZE, Header, State
+from tests.budgets import examples
 from tests.client.fake_server import eventually
 from tests.client.pool_bytes import Stored, flip, swap
 from tests.client.real import Folder
@@ -76,7 +77,7 @@ def is_a_miss(handler: MaruHandler, key: str, data: bytes) -> None:
 
 
 def test_a_changed_byte_of_a_payload_is_a_miss(handler: MaruHandler) -> None:
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.data(), st.integers(1, 10_000), BITS)
     def check(data: st.DataObject, size: int, bits: int) -> None:
         payload = bytes(number * 7 % 251 for number in range(size))
@@ -106,6 +107,7 @@ WRONG: dict[str, Callable[[Header], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["off", "sample", "full"])
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
 def test_a_header_of_something_else_is_a_miss_in_every_mode(
@@ -342,7 +344,7 @@ def test_a_handler_without_a_server_judges_nothing_whole(folder: Folder, handler
     assert not held.verify()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 299), BITS)
 def test_any_change_of_one_byte_changes_the_checksum(data: bytes, position: int, bits: int) -> None:
     other = bytearray(data)

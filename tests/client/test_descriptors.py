@@ -8,6 +8,8 @@ import pytest
 
 from tests.client.real import Folder
 
+pytestmark = pytest.mark.slow
+
 CODE = """
 import attrs, json, resource
 from maru_core.errors import MaruError

@@ -78,6 +78,7 @@ def stored(handler: MaruHandler, key: str, data: bytes) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_taken_over_warm_by_the_next_one(
     maru_server: ServerFactory, connect: Connect, device: Path
 ) -> None:
@@ -100,6 +101,7 @@ def _is_up(handler: MaruHandler) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_client_that_uses_nothing_lets_go_for_a_server_with_other_pools_and_works_on(
     maru_server: ServerFactory, connect: Connect, device: Path
 ) -> None:
@@ -116,6 +118,7 @@ def test_a_client_that_uses_nothing_lets_go_for_a_server_with_other_pools_and_wo
     assert handler.retrieve("a") is None
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_keeps_the_memory_until_it_is_done(
     maru_server: ServerFactory, connect: Connect, device: Path
 ) -> None:
@@ -139,6 +142,7 @@ def test_a_client_that_reads_keeps_the_memory_until_it_is_done(
     eventually(lambda: stored(handler, "b", b"new"))
 
 
+@pytest.mark.slow
 def test_a_second_server_is_refused_with_the_name_of_the_first(
     maru_server: ServerFactory, device: Path, tmp_path: Path
 ) -> None:
@@ -149,6 +153,7 @@ def test_a_second_server_is_refused_with_the_name_of_the_first(
         maru_server(other, **settings(device))
 
 
+@pytest.mark.slow
 def test_pools_on_several_devices_are_used_together(maru_server: ServerFactory, connect: Connect, device: Path) -> None:
     second = device.with_name("second")
     second.touch(0o600)
@@ -170,6 +175,7 @@ def test_pools_on_several_devices_are_used_together(maru_server: ServerFactory, 
     assert all(pool["used"] for pool in handler.stats()["pools"])
 
 
+@pytest.mark.slow
 def test_as_many_pools_as_clients_can_be_told_of(maru_server: ServerFactory, connect: Connect, device: Path) -> None:
     paths = [device.with_name(f"device-{number}") for number in range(65)]
     for path in paths:

@@ -19,6 +19,8 @@ from maru_core.protocol import ReserveStatus
 from tests.client.fake_server import FakeServer, eventually
 from tests.client.real import NAMESPACE, Folder
 
+pytestmark = pytest.mark.slow
+
 
 def test_engines_that_start_together_start_one_server(folder: Folder) -> None:
     code = "h = connect()\nprint(h.epoch, h.stats()['server']['pid'], flush=True)\n"

@@ -23,6 +23,8 @@ from maru_core.protocol import PROTOCOL_VERSION, Code, CommitStatus, Op, Presenc
 from tests.client.fake_server import eventually
 from tests.client.real import NAMESPACE, Folder
 
+pytestmark = pytest.mark.slow
+
 
 def used(handler: MaruHandler) -> tuple[int, int, int, int]:
     pool = handler.stats()["pools"][0]

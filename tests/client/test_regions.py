@@ -18,6 +18,7 @@ from maru_core.host import PluginHost
 from maru_core.plugin import hookimpl
 from maru_core.pool_format import HEADER_SIZE
 from maru_core.protocol import NO_ENTRY
+from tests.budgets import examples
 
 GRANULE = 4096
 
@@ -32,7 +33,7 @@ def two_pools() -> tuple[Regions, list[object]]:
     return regions, [first, second]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     st.lists(st.tuples(st.integers(0, 110), st.integers(1, 3 * GRANULE)), max_size=12, unique_by=lambda item: item[0])
 )
@@ -141,7 +142,7 @@ def joined(ranges: list[tuple[int, int]]) -> set[int]:
 
 
 @example([(entry, 100) for entry in range(50, 75)])
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     st.one_of(
         st.lists(st.tuples(st.integers(0, 110), st.integers(1, 2 * GRANULE)), max_size=12, unique_by=lambda i: i[0]),

@@ -37,6 +37,7 @@ def connect(url: str, keys: Path | None, facts: dict[str, str] | None = None, **
     return MaruHandler.connect(config, Namespace.of({"model": "m", **(facts or {})}), host=host)
 
 
+@pytest.mark.slow
 def test_store_and_retrieve(url: str, maru_runtime_dir: Path) -> None:
     with connect(url, maru_runtime_dir / "keys") as handler:
         assert handler.store("a", b"bytes") is StoreResult.STORED
@@ -47,6 +48,7 @@ def test_store_and_retrieve(url: str, maru_runtime_dir: Path) -> None:
         assert handler.stats()["client"]["url"] == url
 
 
+@pytest.mark.slow
 def test_a_client_has_only_its_own_files(url: str, maru_runtime_dir: Path, tmp_path: Path) -> None:
     for name in ("red.key", "server.pub"):
         (tmp_path / name).write_bytes((maru_runtime_dir / "keys" / name).read_bytes())
@@ -59,6 +61,7 @@ def test_a_client_has_only_its_own_files(url: str, maru_runtime_dir: Path, tmp_p
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.slow
 def test_wrong_keys_are_one_clear_reason_and_no_hang(url: str, maru_runtime_dir: Path, tmp_path: Path) -> None:
     make_keys(tmp_path / "strange", ["client"])
     server = (maru_runtime_dir / "keys" / "server.pub").read_bytes()
@@ -76,6 +79,7 @@ def test_wrong_keys_are_one_clear_reason_and_no_hang(url: str, maru_runtime_dir:
         assert len([entry for entry in logs if entry["event"] == "maru link down"]) == 1
 
 
+@pytest.mark.slow
 def test_a_key_that_is_let_in_later_needs_no_restart(url: str, maru_runtime_dir: Path, tmp_path: Path) -> None:
     make_keys(tmp_path / "late", ["client"])
     (tmp_path / "late" / "server.pub").write_bytes((maru_runtime_dir / "keys" / "server.pub").read_bytes())
@@ -102,12 +106,14 @@ def test_without_keys_an_address_of_another_host_is_refused_at_once(maru_runtime
             connect(url, maru_runtime_dir)
 
 
+@pytest.mark.slow
 def test_keys_do_not_matter_on_the_private_socket(maru_server: ServerFactory, tmp_path: Path) -> None:
     server = maru_server(keys=str(tmp_path))
     with connect(server.url, tmp_path) as handler:
         assert handler.store("a", b"bytes") is StoreResult.STORED
 
 
+@pytest.mark.slow
 def test_a_client_that_cannot_map_the_pool_has_no_hits_and_one_warning(url: str, maru_runtime_dir: Path) -> None:
     """As on another host: the server answers, its memory is not there."""
     with connect(url, maru_runtime_dir / "keys") as here:

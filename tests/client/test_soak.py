@@ -8,7 +8,11 @@ import random
 import signal
 import time
 
+import pytest
+
 from tests.client.real import Folder
+
+pytestmark = pytest.mark.slow
 
 #: Every byte tells key, writer and position, so bytes of a neighbour, of two writers, or torn ones show.
 CLIENT = """

@@ -27,6 +27,8 @@ from maru_core.protocol.codec import decode
 from tests.client.fake_server import eventually
 from tests.incoherent import NAME, IncoherentBackend
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 NAMESPACE = Namespace.of({"model": "test", "tokens": 256})
 

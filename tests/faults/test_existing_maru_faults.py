@@ -150,6 +150,7 @@ def test_2_anybody_may_delete_and_key_and_page_go_together(folder: Folder) -> No
     assert found["used"] == found["objects"] * -(-200_000 // GRANULE) * GRANULE
 
 
+@pytest.mark.slow
 def test_2_losing_a_race_to_store_leaks_no_page(folder: Folder) -> None:
     """The page of the session that lost a batch-store race was never freed. Processes store equal batches at once."""
     watcher = folder.connect(pool_size="8M")
@@ -188,6 +189,7 @@ h.close()
 # -- 3. Killed clients -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_3_a_killed_client_gives_everything_back(folder: Folder) -> None:
     """``kill -9`` of a client leaked its regions for ever. Each of these takes more than a third of the pool, reads,
     and is killed; the fourth would find no room.
@@ -214,6 +216,7 @@ def test_3_a_killed_client_gives_everything_back(folder: Folder) -> None:
 # -- 4. Large batches ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["probe(keys)", "acquire(keys, leading=False)", "delete_keys(keys)"])
 def test_4_a_batch_of_a_million_keys_does_not_delay_others(folder: Folder, call: str) -> None:
     """One batch of a million keys blocked every other client for 1.8 s, whose time-outs turned into misses."""
@@ -246,6 +249,7 @@ def test_4_a_batch_of_a_million_keys_does_not_delay_others(folder: Folder, call:
 # -- 5. Restarts and lost connections --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_5_after_a_restart_nobody_gets_pages_that_others_still_use(folder: Folder) -> None:
     """After a restart of the metadata server all keys were lost, and within 4 s others were given the regions of
     workers that lived on. Whether the server comes back warm or cold: no wrong bytes, and clients recover alone.
@@ -416,6 +420,7 @@ def reachable(maru_runtime_dir: Path) -> Iterator[Path]:
     maru_runtime_dir.chmod(0o700)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 @pytest.mark.parametrize("opened", [False, True], ids=["as made", "folders opened"])
 def test_7_another_user_reaches_neither_socket_nor_pool(
@@ -453,6 +458,7 @@ def test_7_another_user_reaches_neither_socket_nor_pool(
         assert read(handler, "a") == b"secret"
 
 
+@pytest.mark.slow
 def test_7_what_a_server_makes_is_private(maru_runtime_dir: Path, maru_server: ServerFactory) -> None:
     """The same by mode bits, also where no other user can be tried."""
     server = maru_server(pool_size="1M")
@@ -463,6 +469,7 @@ def test_7_what_a_server_makes_is_private(maru_runtime_dir: Path, maru_server: S
         assert {path: oct(path.stat().st_mode & 0o077) for path in made if path.stat().st_mode & 0o077} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "[::]", "*"])
 def test_7_an_address_that_others_reach_is_refused(
     maru_runtime_dir: Path, maru_server: ServerFactory, host: str
@@ -475,6 +482,7 @@ def test_7_an_address_that_others_reach_is_refused(
     assert not (maru_runtime_dir / "server.json").exists()
 
 
+@pytest.mark.slow
 def test_7_a_loopback_server_listens_on_loopback_only(maru_server: ServerFactory) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

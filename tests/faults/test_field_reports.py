@@ -102,6 +102,7 @@ def test_r045_a_lookup_that_is_cancelled_before_its_answer_holds_nothing(folder:
     assert not handler._link.holdings._reading
 
 
+@pytest.mark.slow
 def test_r051_a_writer_that_dies_before_it_commits_blocks_nobody(folder: Folder) -> None:
     """Another writer stores the key once the death is proven; the late commit of the first is refused."""
     handler = folder.connect()
@@ -166,6 +167,7 @@ def test_r097_a_store_whose_reply_is_lost_is_no_success(
     assert read(handler, "a") == b"some bytes"
 
 
+@pytest.mark.slow
 def test_r019_memory_of_one_host_is_never_said_to_be_shared_by_hosts(
     maru_server: ServerFactory, maru_runtime_dir: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """Programs that send a server whatever should not be sent, and one that works beside them.
 
-``python -m tests.fuzz.attackers KIND URL SEED RATE`` runs until its standard input ends, then prints JSON.
+``python -m tests.fuzz.attackers KIND URL SEED RATE ENOUGH`` prints a line when it has done ``ENOUGH`` (replies got,
+connections made, lookups done), runs on until its standard input ends, then prints JSON.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ _GREETING = _SIGNATURE + b"\x03\0" + b"NULL".ljust(20, b"\0") + bytes(32)
 _READY_BODY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
 _READY = b"\x04" + bytes([len(_READY_BODY)]) + _READY_BODY
 
-Done = Callable[[], bool]
+#: Told how much has been done so far; whether that is all.
+Done = Callable[[int], bool]
 
 
 def talk(url: str, chance: random.Random, rate: float, done: Done) -> dict[str, Any]:
@@ -49,7 +51,7 @@ def talk(url: str, chance: random.Random, rate: float, done: Done) -> dict[str, 
     client = speaker = None
     waiting: dict[int, list[Any]] = {}
     begin = time.monotonic()
-    while not done():
+    while not done(answered):
         if client is None:
             client = RawClient(context, url)
             client.socket.setsockopt(zmq.SNDTIMEO, 1000)
@@ -112,7 +114,7 @@ def burrow(url: str, chance: random.Random, rate: float, done: Done) -> dict[str
     left_open: deque[socket.socket] = deque()
     connections = 0
     begin = time.monotonic()
-    while not done():
+    while not done(connections):
         plain = socket.socket(socket.AF_UNIX)
         plain.settimeout(1)
         try:
@@ -167,7 +169,7 @@ def work(url: str, chance: random.Random, rate: float, done: Done) -> dict[str, 
     wrong = failed = read = 0
     keys = [key_of("red", number) for number in range(64)]
     with MaruHandler.connect(config, namespace("red"), host=PluginHost.with_plugins({}, built_ins=True)) as handler:
-        while not done():
+        while not done(len(times)):
             begin = time.perf_counter()
             try:
                 handler.probe(keys)
@@ -202,12 +204,19 @@ KINDS = {"talk": talk, "burrow": burrow, "work": work}
 
 def main() -> None:
     """See the module."""
-    kind, url, seed, rate = sys.argv[1:]
-    over = threading.Event()
+    kind, url, seed, rate, enough = sys.argv[1:]
+    over, told = threading.Event(), threading.Event()
+
+    def done(count: int) -> bool:
+        if count >= int(enough) and not told.is_set():
+            told.set()
+            print("enough", flush=True)
+        return over.is_set()
+
     threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
     if kind != "work":
         os.nice(5)  # the machine's processors go to server and client first; what is measured is the server's doing
-    print(json.dumps(KINDS[kind](url, random.Random(int(seed)), float(rate), over.is_set)), flush=True)
+    print(json.dumps(KINDS[kind](url, random.Random(int(seed)), float(rate), done)), flush=True)
 
 
 if __name__ == "__main__":

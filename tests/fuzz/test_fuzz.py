@@ -15,6 +15,8 @@ from tests.fuzz.guided import EPOCH, SESSION, Fault, Guided, converse, load
 from tests.fuzz.messages import Speaker
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_server_survives_nonsense_and_serves_others(maru_runtime_dir: Path) -> None:
     found = attack(argparse.Namespace(seconds=4.0, seed=8), maru_runtime_dir)
     assert found["alive"]
@@ -29,6 +31,7 @@ def test_a_server_survives_nonsense_and_serves_others(maru_runtime_dir: Path) ->
     assert found["beside"]["read"] > 10
 
 
+@pytest.mark.slow
 def test_the_conversations_that_are_kept_are_answered_well() -> None:
     guided = Guided(random.Random(1))
     for conversation in load():

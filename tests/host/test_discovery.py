@@ -84,6 +84,7 @@ def test_the_list_selects(sandbox: Path, allowed: tuple[str, ...] | None, active
         assert f"vendor_{name}" not in sys.modules
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variable", "imported"),
     [(None, ["vendor_a", "vendor_b"]), ("", ["vendor_a", "vendor_b"]), ("none", []), ("b", ["vendor_b"]), ("zz", [])],

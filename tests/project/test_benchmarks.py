@@ -38,6 +38,7 @@ def test_a_missed_bound_is_said_written_and_returned(
     assert ("at least" in said) == isinstance(bound, Least)
 
 
+@pytest.mark.slow
 def test_throughput_counts_every_client_and_call() -> None:
     outcome = throughput.measure(argparse.Namespace(clients=[2], seconds=0.2, rounds=1))
     (figures,) = outcome.figures.values()

@@ -57,6 +57,7 @@ def example(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("caller", [{}, {"MARU_PLUGINS": "none"}, {"MARU_PLUGINS": "acme,other"}], ids=str)
 def test_the_plugin_of_the_documentation_passes_its_tests(example: Path, caller: dict[str, str]) -> None:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("MARU_", "PYTEST_"))}
@@ -70,6 +71,7 @@ def test_the_plugin_of_the_documentation_passes_its_tests(example: Path, caller:
     assert int(re.search(r"(\d+) passed", run.stdout)[1]) >= 5 + len(contract)
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_documentation_show_what_it_says(example: Path) -> None:
     """Each ``run`` block in a shell, with the status in its comment; every line of the block behind it is shown."""
     program = example / "bin" / "maru"

@@ -175,6 +175,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "heavy"),
     [
@@ -199,6 +200,7 @@ def test_importing_starts_nothing_and_loads_nothing_heavy(package: str, heavy: l
     }
 
 
+@pytest.mark.slow
 def test_plugin_entry_points_load_without_torch() -> None:
     code = """
 import json, sys

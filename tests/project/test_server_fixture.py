@@ -15,6 +15,8 @@ from maru_core.namespace import Namespace
 from maru_core.testing import ServerFactory
 from tests.project.test_testing_plugin import Runner, runner
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["runner"]
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from tests.host.vendor import install
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 #: A plugin that tells, by a file, whenever a process imports it.

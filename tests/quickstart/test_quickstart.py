@@ -90,6 +90,7 @@ def quickstart(tmp_path: Path) -> Iterator[Quickstart]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+@pytest.mark.slow
 def test_a_run_reports_what_was_reused_and_leaves_nothing(quickstart: Quickstart) -> None:
     run = quickstart.run()
     assert run.returncode == 0, run.stdout + run.stderr
@@ -110,6 +111,7 @@ def test_a_run_reports_what_was_reused_and_leaves_nothing(quickstart: Quickstart
     assert quickstart.logs() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "failed", "told"),
     [
@@ -131,6 +133,7 @@ def test_it_fails_when_something_does_not_hold(
     assert bool(quickstart.logs()) is bool(failed)
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_is_named_with_the_end_of_its_log(quickstart: Quickstart) -> None:
     run = quickstart.run(FAKE_FAULT="dies")
     assert run.returncode == 1
@@ -153,6 +156,7 @@ def terminate(process: subprocess.Popen[str]) -> None:
     process.terminate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["model", "start", "ask"])
 @pytest.mark.parametrize(("how", "code"), [(interrupt_group, 130), (interrupt_twice, 130), (terminate, 143)])
 def test_an_interrupt_leaves_no_process_behind(
@@ -168,6 +172,7 @@ def test_an_interrupt_leaves_no_process_behind(
     assert quickstart.left_behind() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", [0.02, 0.1, 0.2, 0.3, 0.5, 0.8])
 def test_an_interrupt_at_any_moment_leaves_no_process_behind(quickstart: Quickstart, delay: float) -> None:
     process = quickstart.start()
@@ -205,6 +210,7 @@ def test_a_signal_in_the_middle_of_a_start_loses_no_process(quickstart: Quicksta
     assert quickstart.left_behind() == []
 
 
+@pytest.mark.slow
 def test_children_of_a_killed_run_are_told(quickstart: Quickstart) -> None:
     process = quickstart.start(FAKE_HANG="start")
     quickstart.wait_for("hangs")

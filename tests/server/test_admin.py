@@ -39,6 +39,7 @@ def digest(facts: dict[str, str]) -> bytes:
 RED = digest({"model": "test", "operator": "red"})
 
 
+@pytest.mark.slow
 def test_namespaces_and_sessions_are_listed(server, connect, operator, token):
     red = connect(server).hello(descriptor("red"))
     connect(server).hello(descriptor("blue"), attach=False)
@@ -58,6 +59,7 @@ def test_namespaces_and_sessions_are_listed(server, connect, operator, token):
     assert [one["attached"] for one in sessions if one is not mine] == [False]
 
 
+@pytest.mark.slow
 def test_long_lists_come_in_pages(server, connect, operator, token):
     client = connect(server)
     for number in range(PAGE + 5):
@@ -71,6 +73,7 @@ def test_long_lists_come_in_pages(server, connect, operator, token):
         assert len({one[name] for one in first + rest}) == PAGE + 5
 
 
+@pytest.mark.slow
 def test_reset_of_one_and_of_all(server, connect, operator, token):
     red, blue = connect(server).hello(descriptor("red")), connect(server).hello(descriptor("blue"))
     red.store(KEYS)
@@ -91,6 +94,7 @@ def test_reset_of_one_and_of_all(server, connect, operator, token):
         operator.admin(token, "reset", bytes(16))
 
 
+@pytest.mark.slow
 def test_evict_drops_what_nobody_reads(server, connect, operator, token):
     red, blue = connect(server).hello(descriptor("red")), connect(server).hello(descriptor("blue"))
     red.store(keys(0, 300))
@@ -118,6 +122,7 @@ def test_pages_that_went_to_another_namespace_meanwhile_are_not_evicted():
     assert answer(handlers, [Op.PROBE, 8, 7, session, 0, KEYS])[3] == bytes(4)
 
 
+@pytest.mark.slow
 def test_a_quota_is_ordered_and_taken_back(server, connect, operator, token):
     red = connect(server).hello(descriptor("red"))
     red.store(keys(0, 20))
@@ -132,11 +137,13 @@ def test_a_quota_is_ordered_and_taken_back(server, connect, operator, token):
     assert red.store(keys(100, 30)) == bytes(30)
 
 
+@pytest.mark.slow
 def test_stop_answers_and_ends(server, connect, operator, token):
     assert operator.admin(token, "stop") == []
     assert server.process.wait(10) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["", "0" * 64, "\udcff", "x" * 5000])
 def test_without_the_credential_nothing_is_done(server, connect, operator, wrong):
     red = connect(server).hello(descriptor("red"))
@@ -151,6 +158,7 @@ def test_without_the_credential_nothing_is_done(server, connect, operator, wrong
     assert server.process.poll() is None
 
 
+@pytest.mark.slow
 def test_almost_the_credential_is_wrong(server, operator, token):
     for wrong in (token[:-1], token + "0", token.upper() if token.upper() != token else token[::-1]):
         with pytest.raises(Refused) as refused:
@@ -158,6 +166,7 @@ def test_almost_the_credential_is_wrong(server, operator, token):
         assert refused.value.code == Code.FORBIDDEN
 
 
+@pytest.mark.slow
 def test_guessing_is_slowed_down_and_delays_nobody_else(server, connect, operator, token):
     other = connect(server).hello()
     started, refusals, looked_at, slowest = time.monotonic(), 0, 0, 0.0
@@ -181,6 +190,7 @@ def test_guessing_is_slowed_down_and_delays_nobody_else(server, connect, operato
             time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_one_tenants_guesses_do_not_shut_the_operator_out(start_server, connect, runtime_dir):
     known = tenants(runtime_dir)
     server = start_server("--url", f"tcp://{own_address()}:*", "--keys", str(runtime_dir / "keys"))
@@ -192,6 +202,7 @@ def test_one_tenants_guesses_do_not_shut_the_operator_out(start_server, connect,
     assert free.admin(token, "sessions", 0) == [[], 0]
 
 
+@pytest.mark.slow
 def test_malformed_requests_are_named(server, operator, token):
     for arguments in (
         [],
@@ -213,6 +224,7 @@ def test_malformed_requests_are_named(server, operator, token):
         assert refused.value.code == Code.BAD_REQUEST
 
 
+@pytest.mark.slow
 def test_the_credential_lives_as_long_as_its_folder(start_server, connect, runtime_dir):
     server = start_server()
     path = runtime_dir / "admin.token"
@@ -226,6 +238,7 @@ def test_the_credential_lives_as_long_as_its_folder(start_server, connect, runti
     assert [name.name for name in runtime_dir.glob("admin.token*")] == ["admin.token"]
 
 
+@pytest.mark.slow
 def test_a_credential_that_others_can_read_is_refused(start_server, runtime_dir):
     path = runtime_dir / "admin.token"
     path.write_text("0" * 64)

@@ -8,9 +8,10 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from maru_core.server.allocator import Allocator
+from tests.budgets import examples
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 6), st.integers(1, 5), st.integers(0, 99)), max_size=40))
 def test_granules_are_taken_once_and_join_when_they_return(steps):
     allocator = Allocator(40)

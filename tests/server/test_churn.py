@@ -8,6 +8,8 @@ import pytest
 
 from tests.server.churn import Churn
 
+pytestmark = pytest.mark.slow
+
 
 def run(seed: int, operations: int, counts: tuple[int, ...] = (600, 200), **moves: bool) -> Churn:
     churn = Churn(seed, counts, **moves)

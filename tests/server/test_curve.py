@@ -43,6 +43,7 @@ def test_an_address_of_other_hosts_needs_keys(maru_runtime_dir):
         assert "Traceback" not in run.stderr
 
 
+@pytest.mark.slow
 def test_a_client_with_a_known_key_is_served(keyed, connect):
     server, known = keyed
     client = hello_as(connect, server, known["free"], None)
@@ -52,6 +53,7 @@ def test_a_client_with_a_known_key_is_served(keyed, connect):
     assert client.probe(big)[:4] == b"\1\1\1\0", "a message of megabytes"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 def test_a_loopback_address_may_have_keys(start_server, connect, runtime_dir, host):
     known = tenants(runtime_dir)
@@ -64,6 +66,7 @@ def test_a_loopback_address_may_have_keys(start_server, connect, runtime_dir, ho
             channel.close()
 
 
+@pytest.mark.slow
 def test_unknown_keys_no_keys_and_wrong_server_keys_get_no_answer(keyed, connect, tmp_path):
     server, known = keyed
     public, secret = zmq.curve_keypair()
@@ -98,6 +101,7 @@ def test_without_an_authenticator_nobody_is_let_in(context, tmp_path):
     loop.close()
 
 
+@pytest.mark.slow
 def test_a_bound_key_reaches_only_its_namespaces(keyed, connect):
     server, known = keyed
     for own, operator in (("red", "red"), ("blue", "blue"), ("blue", "shared"), ("free", "red"), ("free", None)):
@@ -113,6 +117,7 @@ def test_a_bound_key_reaches_only_its_namespaces(keyed, connect):
             connect(server, known["red"]).hello(strange)
 
 
+@pytest.mark.slow
 def test_a_session_belongs_to_the_key_that_opened_it(keyed, connect):
     server, known = keyed
     red = hello_as(connect, server, known["red"], "red")
@@ -148,6 +153,7 @@ def test_a_session_belongs_to_the_key_that_opened_it(keyed, connect):
     assert again.call(Op.RELEASE, u64(lease)) == [b"\0"]
 
 
+@pytest.mark.slow
 def test_key_files_that_come_and_go_count_without_a_restart(keyed, connect, runtime_dir):
     server, known = keyed
     folder = runtime_dir / "keys"
@@ -182,6 +188,7 @@ def served(connect, server, own) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_session_is_resumed_by_its_own_key_only(start_server, connect, runtime_dir):
     known, host = tenants(runtime_dir), own_address()
     options = ("--url", f"tcp://{host}:{free_port(host)}", "--keys", str(runtime_dir / "keys"))
@@ -199,6 +206,7 @@ def test_a_session_is_resumed_by_its_own_key_only(start_server, connect, runtime
     assert red.commit(entries, generations) == bytes(2)
 
 
+@pytest.mark.slow
 def test_many_strangers_do_not_delay_a_client(keyed, connect, context):
     server, known = keyed
     good = hello_as(connect, server, known["free"], None)

@@ -6,14 +6,18 @@ from array import array
 from itertools import chain
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from maru_core.pool_format import State
 from maru_core.protocol.messages import CommitStatus, Presence, ReserveStatus
 from maru_core.server.moves import Move
+from tests.budgets import examples
 from tests.server.pure import GRANULE, World
 from tests.server.raw import key
+
+pytestmark = pytest.mark.slow
 
 
 def name_of(number: int) -> bytes:
@@ -380,4 +384,4 @@ class DirectoryModel(RuleBasedStateMachine):
 
 
 TestDirectoryModel = DirectoryModel.TestCase
-TestDirectoryModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestDirectoryModel.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from maru_core.protocol import MAX_KEYS, MAX_MESSAGE, PROTOCOL_VERSION, Code, Op
 from maru_core.server.handlers import Handlers, Task
 from maru_core.server.sessions import SessionRegistry
+from tests.budgets import examples
 from tests.server.pure import World
 from tests.server.raw import RawClient, Refused, keys, pack, u64
 
@@ -83,7 +84,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_answered_or_dropped(frame):
     handlers, _ = make_handlers()
@@ -92,7 +93,8 @@ def test_random_bytes_are_answered_or_dropped(frame):
     assert answer(handlers, [Op.PING, 3, 7, 0]) == [3, 7, Code.OK]
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=examples(300), deadline=None)
 @given(st.integers(0, 16) | ANYTHING, st.booleans(), st.lists(ANYTHING, max_size=6))
 def test_arguments_of_any_type_are_refused_cleanly(op, well_addressed, arguments):
     handlers, session = make_handlers()
@@ -168,6 +170,7 @@ def test_another_version_is_refused_with_both_named():
     assert str(PROTOCOL_VERSION + 1) in reply[3]
 
 
+@pytest.mark.slow
 def test_garbage_on_the_socket_stops_nobody(start_server, connect, context):
     server = start_server("--url", "tcp://127.0.0.1:*")
     good = connect(server).hello()
@@ -224,6 +227,7 @@ def test_garbage_on_the_socket_stops_nobody(start_server, connect, context):
     assert server.process.poll() is None
 
 
+@pytest.mark.slow
 def test_limits_are_named(start_server, connect):
     client = connect(start_server()).hello()
     with pytest.raises(Refused, match=str(MAX_KEYS)):
@@ -233,6 +237,7 @@ def test_limits_are_named(start_server, connect):
     assert client.acquire(b"")[:2] == (0, b"")
 
 
+@pytest.mark.slow
 def test_a_peer_that_does_not_read_is_not_waited_for(start_server, connect):
     server = start_server()
     good, deaf = connect(server).hello(), connect(server)

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 
 from maru_core.server.eviction import least_recently_used
 from maru_core.server.tenants import Tenants
+from tests.budgets import examples
 
 STEP = st.tuples(st.sampled_from(["add", "touch", "remove", "pop", "return", "park", "unpark"]), st.integers(0, 9))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(STEP, min_size=10, max_size=60))
 def test_victims_come_coldest_first(steps):
     policy = least_recently_used(0, 10)()
@@ -165,7 +166,7 @@ class Order:
         return min(heads, key=self.held.__getitem__, default=None)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(STEPS)
 def test_namespaces_lose_what_was_used_longest_ago_in_any_of_them(steps):
     tenants = Tenants(least_recently_used(0, 20))

@@ -6,10 +6,13 @@ import threading
 import time
 
 import msgpack
+import pytest
 import zmq
 
 from maru_core.protocol import Op
 from tests.server.raw import RawClient, keys, u64
+
+pytestmark = pytest.mark.slow
 
 MANY = 100_000
 LONGEST_TURN = 0.010

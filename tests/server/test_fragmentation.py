@@ -134,6 +134,7 @@ def neighbours_after_churn(sizes: tuple[int, ...], pool: int, seed: int) -> floa
     return adjacent / counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "chunks"),
     # Seen: 0.83, and 0.78 to 0.80. Of several sizes it is 0.5 when small ones go into every gap. Of one size nothing is
@@ -226,6 +227,7 @@ def cpu_seconds(pid: int) -> float:
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_leased_as_a_whole_says_so_and_rests(start_server, connect):
     server = start_server("--size", str(100 * 4224 + 8192), "--lease-share", "1.0")
     writer, reader = connect(server).hello(), connect(server).hello()

@@ -20,6 +20,9 @@ from maru_core.server.guard import Guard
 from maru_core.server.reuse import reuse_policy
 from maru_core.server.sessions import SessionRegistry
 from maru_core.server.tenants import Tenants
+from tests.budgets import examples
+
+pytestmark = pytest.mark.slow
 
 Requests = list[tuple[float, list[bytes]]]
 
@@ -215,7 +218,7 @@ def test_only_a_sample_of_a_large_pool_is_remembered():
 Request = tuple[int, int, list[int]]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.lists(st.integers(0, 99), max_size=6)), max_size=60),
     st.integers(2, 9),

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from maru_core.server import holdings
 from maru_core.server.holdings import EntryCounts, EntrySet
+from tests.budgets import examples
 from tests.server.pure import World
 from tests.server.raw import key
 
@@ -28,7 +29,7 @@ def longest(held: EntrySet | EntryCounts) -> int:
     return max(map(len, held._parts))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["add", "remove", "first", "take over"]), BATCH), max_size=30))
 def test_a_set_of_entries_is_a_set(steps):
     held, plain = EntrySet(), set()
@@ -57,7 +58,7 @@ def test_a_set_of_entries_is_a_set(steps):
         assert longest(held) < 5 + 6
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["hold", "hold", "let go", "pop"]), BATCH), max_size=30), st.randoms())
 def test_counts_of_entries_are_a_counter(steps, rng):
     held, plain = EntryCounts(), Counter()

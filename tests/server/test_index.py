@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from maru_core.server.index import KeyIndex, tags_of
+from tests.budgets import examples
 from tests.server.pure import World
 
 #: Twelve keys with three different endings.
@@ -23,7 +24,7 @@ class Keys:
         return b"".join(self.of[entry] for entry in entries) == packed
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(["put", "remove", "find", "take"]), st.sets(st.sampled_from(KEYS), min_size=1)))
 )

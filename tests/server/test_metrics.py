@@ -203,6 +203,7 @@ def test_many_requests_render_once_per_snapshot(listener, monkeypatch):
     assert len(rendered) == 2
 
 
+@pytest.mark.slow
 def test_scrapes_do_not_hold_up_the_server(start_server, connect):
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
     client = connect(start_server("--metrics", address)).hello()

@@ -61,11 +61,13 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(os.lstat(path).st_mode)
 
 
+@pytest.mark.slow
 def test_the_default_start_listens_on_nothing_but_the_private_socket(maru_server: ServerFactory) -> None:
     server = maru_server()
     assert listening(server.pid) == {f"unix {server.runtime_dir}/server.sock"}
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_is_seen_by_the_same_look(maru_server: ServerFactory, maru_runtime_dir: Path) -> None:
     other = maru_runtime_dir / "other"
     other.mkdir(mode=0o700)
@@ -83,6 +85,7 @@ class Marker:
         return os.system, (self.command,)
 
 
+@pytest.mark.slow
 def test_what_would_run_when_unpickled_runs_nowhere(start_server, connect, context, runtime_dir):
     marker = runtime_dir / "marker"
     payload = pickle.dumps(Marker(f"touch {marker}"))
@@ -145,6 +148,7 @@ def refused(run: subprocess.CompletedProcess[str], *words: str) -> None:
         assert word in run.stderr
 
 
+@pytest.mark.slow
 def test_a_socket_in_a_folder_that_others_can_write_to_is_refused(maru_runtime_dir: Path) -> None:
     shared = maru_runtime_dir / "shared"
     shared.mkdir()
@@ -154,6 +158,7 @@ def test_a_socket_in_a_folder_that_others_can_write_to_is_refused(maru_runtime_d
     refused(serve(maru_runtime_dir / "run", "--url", f"ipc://{missing}/x.sock"), str(missing))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="giving a folder away needs root")
 def test_a_socket_in_a_folder_of_another_user_is_refused(maru_runtime_dir: Path) -> None:
     theirs = maru_runtime_dir / "theirs"
@@ -163,6 +168,7 @@ def test_a_socket_in_a_folder_of_another_user_is_refused(maru_runtime_dir: Path)
     refused(serve(theirs), "belongs to user 12345")
 
 
+@pytest.mark.slow
 def test_a_file_that_is_no_socket_is_not_replaced(maru_runtime_dir: Path) -> None:
     path = maru_runtime_dir / "notes"
     path.write_text("mine")
@@ -170,6 +176,7 @@ def test_a_file_that_is_no_socket_is_not_replaced(maru_runtime_dir: Path) -> Non
     assert path.read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_sessions_that_is_no_folder_is_named(maru_runtime_dir: Path) -> None:
     (maru_runtime_dir / "sessions").write_text("")
     refused(serve(maru_runtime_dir), f"{maru_runtime_dir}/sessions", "remove")
@@ -179,6 +186,7 @@ def test_sessions_that_is_no_folder_is_named(maru_runtime_dir: Path) -> None:
     refused(serve(maru_runtime_dir), f"{maru_runtime_dir}/sessions")
 
 
+@pytest.mark.slow
 def test_a_socket_that_was_removed_comes_back(start_server, connect):
     server = start_server()
     old = connect(server).hello()
@@ -198,6 +206,7 @@ def test_a_socket_that_was_removed_comes_back(start_server, connect):
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_a_socket_that_is_anothers_by_now_is_left_alone(start_server, connect, runtime_dir):
     server = start_server()
     old = connect(server).hello()

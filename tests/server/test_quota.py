@@ -179,6 +179,7 @@ def test_a_wish_for_the_whole_pool_is_no_limit():
     assert namespace.quota is None
 
 
+@pytest.mark.slow
 def test_ten_thousand_namespaces_share_a_full_pool():
     """A decision must not look at every namespace."""
     world = World.of(20_000)
@@ -242,6 +243,7 @@ def test_a_forgotten_namespace_leaves_no_policy_behind(monkeypatch):
     assert len(tenants._policies) <= 2
 
 
+@pytest.mark.slow
 def test_a_client_says_its_wish_and_the_server_keeps_to_it(start_server, connect):
     server = start_server("--size", str(100 * 4224 + 8192), "--namespace-quota", str(20 * 4096))
     modest = connect(server).hello(b"\x91\x01", quota=10 * 4096)

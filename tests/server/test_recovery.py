@@ -21,6 +21,7 @@ from maru_core.pool_format import HEADER_SIZE, Header, State, pack_header, unpac
 from maru_core.protocol.messages import Presence
 from maru_core.server.headers import HeaderTable, pairs_of
 from maru_core.server.sessions import Session
+from tests.budgets import examples
 from tests.server.pure import GRANULE, World
 from tests.server.raw import key
 
@@ -169,7 +170,7 @@ def test_a_torn_header_is_noticed(old_generation, generation, cut, backwards):
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_any_bytes_are_refused_or_make_a_sound_directory(data):
     """Damage of a table never ends in a directory that does not fit together."""
     world, *_ = busy_world()

@@ -18,6 +18,8 @@ from maru_core.server.liveness import SessionRecord
 from tests.server.raw import RawClient, Refused, keys, pack, u64
 from tests.server.test_sessions import holder, wait_for
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["holder"]
 
 #: Sixteen pages: 64 KiB of data, headers and superblock.

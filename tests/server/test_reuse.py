@@ -24,6 +24,7 @@ from maru_core.server.eviction import least_recently_used
 from maru_core.server.hazard import BINS, Kind
 from maru_core.server.reuse import reuse_policy
 from maru_core.server.sessions import SessionRegistry
+from tests.budgets import examples
 
 BASE, PLACES = 5, 24
 ENTRIES = st.lists(st.integers(BASE, BASE + PLACES - 1), unique=True, min_size=1, max_size=6)
@@ -105,7 +106,7 @@ class Life(RuleBasedStateMachine):
         assert sorted(victims) == sorted(self.held)
 
 
-Life.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+Life.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 TestLife = Life.TestCase
 
 

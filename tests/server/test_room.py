@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from maru_core.protocol.messages import ReserveStatus
 from tests.server.pure import GRANULE, World
 from tests.server.raw import key
@@ -159,6 +161,7 @@ def test_what_is_larger_than_the_room_that_is_missing_stays():
     assert world.directory.probe(session, keys(0, 2)) == b"\0\1"
 
 
+@pytest.mark.slow
 def test_a_server_makes_room_when_it_is_idle(start_server, connect):
     server = start_server("--size", str(1000 * 4224 + 8192))
     client = connect(server).hello()

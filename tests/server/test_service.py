@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from maru_core.pool_format import State, unpack_header
 from maru_core.protocol import Op
 from tests.server.fakes import FileRegion
 from tests.server.raw import key, keys
+
+pytestmark = pytest.mark.slow
 
 
 def test_an_object_is_stored_found_and_leased(start_server, connect):

@@ -70,6 +70,7 @@ def wait_for(condition, seconds: float = 5.0) -> float:
     return time.monotonic() - started
 
 
+@pytest.mark.slow
 def test_a_killed_client_leaves_its_data_and_nothing_else(start_server, connect, holder):
     server = start_server()
     client = connect(server).hello()
@@ -86,6 +87,7 @@ def test_a_killed_client_leaves_its_data_and_nothing_else(start_server, connect,
     assert client.reserve(keys(10, 4))[0] == bytes(4)
 
 
+@pytest.mark.slow
 def test_a_stopped_client_keeps_what_it_holds(start_server, connect, holder):
     server = start_server()
     client = connect(server).hello()
@@ -98,6 +100,7 @@ def test_a_stopped_client_keeps_what_it_holds(start_server, connect, holder):
     os.kill(process.pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_a_forked_child_does_not_keep_a_dead_session_alive(start_server, connect, holder):
     server = start_server()
     client = connect(server).hello()
@@ -106,6 +109,7 @@ def test_a_forked_child_does_not_keep_a_dead_session_alive(start_server, connect
     wait_for(lambda: client.stats()["sessions"] == 1)
 
 
+@pytest.mark.slow
 def test_attach_must_be_true(start_server, connect):
     client = connect(start_server()).hello(attach=False)
     with pytest.raises(Refused, match="ATTACH first"):
@@ -116,6 +120,7 @@ def test_attach_must_be_true(start_server, connect):
     assert client.reserve(keys(0, 1))[0] == b"\0"
 
 
+@pytest.mark.slow
 def test_one_of_two_writers_wins(start_server, connect):
     server = start_server()
     clients = [connect(server).hello() for _ in range(2)]
@@ -125,6 +130,7 @@ def test_one_of_two_writers_wins(start_server, connect):
         assert sorted((one, other)) == [ReserveStatus.NEW, ReserveStatus.BUSY]
 
 
+@pytest.mark.slow
 def test_bye_gives_back_what_was_held(start_server, connect):
     server = start_server()
     client, other = connect(server).hello(), connect(server).hello()
@@ -139,6 +145,7 @@ def test_bye_gives_back_what_was_held(start_server, connect):
     assert not Path(client.lock_path).exists()
 
 
+@pytest.mark.slow
 def test_a_cancelled_reservation_and_lease_are_undone(start_server, connect):
     client = connect(start_server()).hello()
     client.store(keys(50, 2))
@@ -152,6 +159,7 @@ def test_a_cancelled_reservation_and_lease_are_undone(start_server, connect):
     assert client.probe(keys(0, 4)) == bytes(4)
 
 
+@pytest.mark.slow
 def test_a_request_that_was_cancelled_before_it_came_is_not_executed(start_server, connect):
     client = connect(start_server()).hello()
     client.call(Op.CANCEL, u64(1000))
@@ -160,6 +168,7 @@ def test_a_request_that_was_cancelled_before_it_came_is_not_executed(start_serve
     assert client.probe(keys(0, 4)) == bytes(4)
 
 
+@pytest.mark.slow
 def test_a_commit_is_not_undone(start_server, connect):
     client = connect(start_server()).hello()
     request = client.send(Op.RESERVE, 0, keys(0, 4), b"", 4096)
@@ -170,6 +179,7 @@ def test_a_commit_is_not_undone(start_server, connect):
     assert client.probe(keys(0, 4)) == b"\1" * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["cancel", "bye"])
 def test_a_long_request_that_is_given_up_leaves_nothing(start_server, connect, how):
     server = start_server("--size", str(100_000 * 300), "--granule", "128")
@@ -186,6 +196,7 @@ def test_a_long_request_that_is_given_up_leaves_nothing(start_server, connect, h
     assert other.stats()["pools"][0]["free"] == other.stats()["pools"][0]["capacity"]
 
 
+@pytest.mark.slow
 def test_a_reset_during_a_store(start_server, connect):
     server = start_server()
     writer, other, foreign = connect(server).hello(), connect(server).hello(), connect(server).hello(b"\x91\xc0")
@@ -203,6 +214,7 @@ def test_a_reset_during_a_store(start_server, connect):
     assert (pool["reserved"], pool["objects"]) == (0, 1)
 
 
+@pytest.mark.slow
 def test_a_second_server_is_refused(start_server, runtime_dir):
     start_server()
     root = Path(__file__).parents[2]
@@ -217,6 +229,7 @@ def test_a_second_server_is_refused(start_server, runtime_dir):
     assert b"already runs" in again.stderr
 
 
+@pytest.mark.slow
 def test_a_stopped_server_leaves_only_its_lock_and_credential(start_server, connect, runtime_dir):
     server = start_server()
     connect(server).hello()
@@ -231,6 +244,7 @@ def test_a_stopped_server_leaves_only_its_lock_and_credential(start_server, conn
     assert not list((runtime_dir / "sessions").iterdir())
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_replaced(start_server, connect):
     server = start_server()
     old = connect(server).hello()
@@ -242,6 +256,7 @@ def test_a_killed_server_is_replaced(start_server, connect):
         old.probe(keys(0, 1))
 
 
+@pytest.mark.slow
 def test_an_idle_server_ends(start_server, connect):
     server = start_server("--idle-exit", "1")
     client = connect(server).hello()
@@ -251,6 +266,7 @@ def test_an_idle_server_ends(start_server, connect):
     assert server.process.wait(5) == 0
 
 
+@pytest.mark.slow
 def test_objects_spread_over_two_pools(start_server, connect):
     server = start_server("--size", "70000", "--size", "70000")
     client = connect(server).hello()

@@ -12,6 +12,8 @@ from maru_core.protocol import Code, Op
 from tests.server.keyed import descriptor, own_address, tenants
 from tests.server.raw import RawClient, Refused, keys, pack, u32, u64
 
+pytestmark = pytest.mark.slow
+
 KEYS = keys(0, 4)
 
 

@@ -16,6 +16,8 @@ from tests.server.raw import RawClient, key, keys, u64
 from tests.server.test_restart import kill
 from tests.server.test_sessions import wait_for
 
+pytestmark = pytest.mark.slow
+
 GRANULE = 4096
 READY = bytes([Presence.READY])
 #: A megabyte above, eight below.

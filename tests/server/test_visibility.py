@@ -25,6 +25,7 @@ def shared(arena: Arena, table: bytearray) -> tuple[bytearray, list[tuple[int, i
     return memory, ranges
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_every_change_of_a_header_is_in_memory_at_once(seed: int) -> None:
     """Random work of many clients, deaths included: a server on another host would find what this one has."""

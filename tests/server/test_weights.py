@@ -58,6 +58,7 @@ def test_what_could_not_be_saved_is_saved_later(tmp_path):
     assert WeightsFile(path).load() == {RED: 2}
 
 
+@pytest.mark.slow
 def test_a_reset_is_kept_once_there_is_room_again(start_server, connect):
     server = start_server()
     client = connect(server).hello()

@@ -116,6 +116,7 @@ def transfers(draw: Any) -> tuple[PagedLayout, ObjectLayout, list[int], list[tup
     return paged, stored, list(blocks), parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["store", "load"])
 @pytest.mark.parametrize("past_caches", [True, False])
 @settings(max_examples=150, deadline=None)

@@ -68,6 +68,7 @@ def refusals(*calls: Callable[[], Any]) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_a_child_is_refused_whatever_it_calls(driver: FakeDriver, pages: tuple[Engine, KernelTransfer]) -> None:
     engine, transfer = pages
     stored = engine.stored(8)
@@ -108,6 +109,7 @@ def test_a_child_closes_nothing(driver: FakeDriver, pages: tuple[Engine, KernelT
     assert bytes(copies[0].buffer) == engine.naive_object([1, 2], 0, 0, 8, 8).tobytes()
 
 
+@pytest.mark.slow
 def test_a_child_that_opens_its_own_may_use_it(tmp_path: Any) -> None:
     engine = Engine.make("packed per head", SIZE, 3)
     stored = engine.stored(8)

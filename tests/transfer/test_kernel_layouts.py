@@ -114,6 +114,7 @@ def test_the_engine_refuses_none(element: int) -> None:
     assert refused == {None}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
 @pytest.mark.parametrize("way", ["staged", "mapped"])
 @pytest.mark.parametrize("element", INTEGERS)
@@ -153,6 +154,7 @@ def test_the_kernels_move_every_one(tmp_path: Any, element: int, way: str) -> No
     assert len(seen) > 100
 
 
+@pytest.mark.slow
 def test_the_engine_promises_what_the_native_code_takes(tmp_path: Any) -> None:
     """Element sizes and planes, on both sides of the interface."""
     header = (ROOT / "csrc/maru.h").read_text()

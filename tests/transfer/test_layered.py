@@ -43,6 +43,7 @@ def wrap(array: Any) -> memoryview:
     return buffers_for([array])[0].toreadonly()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("how", WAYS, ids=lambda how: how.__name__)
