@@ -669,13 +669,25 @@ static int open_pages(struct maru_pages *pages, uint32_t slot) {
   return MARU_OK;
 }
 
-/* The slice has no more to do with pages; what comes last in each lane is what the caller's stream will wait for, and
- * what comes last in each lane before a layer is complete what that layer's event comes after. */
-static int close_pages(struct maru_pages *pages, uint32_t slot) {
+/* Whether one of the slices that will be in the other lanes next, the first of which begins at segment `next`, completes
+ * a layer: its event comes after this slice. */
+static int comes_before_a_layer(const struct maru_pages *pages, const struct maru_segment *next) {
+  const struct maru_segment *end = pages->job.segments + pages->job.segment_count;
+  for (uint32_t ahead = 0; next < end; next++) {
+    if (next->slice != next[-1].slice && ++ahead >= pages->slots) return 0;
+    if (next->layers > next[-1].layers) return 1;
+  }
+  return 0;
+}
+
+/* The slice, which ends before segment `next`, has no more to do with pages; what comes last in each lane is what the
+ * caller's stream will wait for, and what comes last in each lane before a layer is complete what that layer's event
+ * comes after. */
+static int close_pages(struct maru_pages *pages, uint32_t slot, const struct maru_segment *next) {
   const struct maru_driver *driver = &pages->cuda->driver;
   char *text = pages->text;
   const size_t room = TEXT;
-  if (pages->layers || pages->submitted + pages->slots >= pages->slices)
+  if (pages->layers ? comes_before_a_layer(pages, next) : pages->submitted + pages->slots >= pages->slices)
     TRY(EventRecord, pages->placed[slot], pages->lane[slot]);
   return MARU_OK;
 }
@@ -717,7 +729,7 @@ static int load_slice(struct maru_pages *pages, uint32_t slot, const struct maru
   if (way != MARU_DIRECT) STEP(open_pages(pages, slot));
   if (way != MARU_DIRECT) STEP(launch(pages, slot, first, last));
   if (way == MARU_MAPPED) STEP(cross(pages, slot));
-  return close_pages(pages, slot);
+  return close_pages(pages, slot, last);
 }
 
 static int store_slice(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,
@@ -726,10 +738,10 @@ static int store_slice(struct maru_pages *pages, uint32_t slot, const struct mar
   uint32_t way = first->way;
   STEP(open_pages(pages, slot));
   if (way != MARU_DIRECT) STEP(launch(pages, slot, first, last));
-  if (way != MARU_DIRECT) STEP(close_pages(pages, slot));
+  if (way != MARU_DIRECT) STEP(close_pages(pages, slot, last));
   if (way != MARU_MAPPED) STEP(give_way(pages, slot));
   if (way != MARU_MAPPED) STEP(copy(pages, slot, first, last));
-  if (way == MARU_DIRECT) STEP(close_pages(pages, slot));
+  if (way == MARU_DIRECT) STEP(close_pages(pages, slot, last));
   return cross(pages, slot);
 }
 
@@ -847,6 +859,9 @@ static int check(const struct maru_pages *pages, const struct maru_job *job, con
       return MARU_E_ARGUMENT;
     uint32_t before = i ? job->segments[i - 1].layers : 0;
     if (layers && (job->segments[i].layers < before || job->segments[i].layers > layers->count)) return MARU_E_ARGUMENT;
+    /* A slice completes layers as a whole. */
+    if (layers && i && job->segments[i].slice == job->segments[i - 1].slice && job->segments[i].layers != before)
+      return MARU_E_ARGUMENT;
   }
   if (layers && (job->direction != MARU_LOAD || layers->count != pages->geometry.layers)) return MARU_E_ARGUMENT;
   return maru_check_job(&pages->geometry, job, pages->slot_bytes);

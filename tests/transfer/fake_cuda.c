@@ -45,7 +45,9 @@ static struct {
 static int range_count;
 static uint64_t state = 1;
 static uint32_t slow;
-static uint64_t counts[8]; /* copies, launches, batches, waits of the CPU, bytes copied, most bytes under way, errors, folded copies */
+/* Copies, launches, batches, waits of the CPU, bytes copied, most bytes under way, errors, folded copies, events recorded
+ * and waited for by streams. */
+static uint64_t counts[9];
 static uint64_t under_way;
 static int lazy; /* nothing runs unless somebody waits for it */
 static char fail_name[64];
@@ -243,6 +245,7 @@ API int cuStreamWaitEvent(CUhandle_ stream, CUhandle_ event, unsigned flags) {
   LOCKED;
   (void)flags;
   if (fails("cuStreamWaitEvent")) return 999;
+  counts[8]++;
   struct op *op = push(stream, WAIT);
   op->event = event, op->ticket = op->event->recorded;
   idle();
@@ -256,6 +259,7 @@ API int cuEventDestroy_v2(CUhandle_ event) { return !event; } /* kept: a stream 
 API int cuEventRecord(CUhandle_ event, CUhandle_ stream) {
   LOCKED;
   if (fails("cuEventRecord")) return 999;
+  counts[8]++;
   struct op *op = push(stream, RECORD);
   op->event = event, op->ticket = ++op->event->recorded;
   return 0;

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 SOURCES = ("cuda.c", "cuda_copies.c", "buffers.c")
 #: What fake_counts fills, in this order.
-COUNTS = ("copies", "launches", "batches", "waits", "bytes", "most_under_way", "misaligned", "folded")
+COUNTS = ("copies", "launches", "batches", "waits", "bytes", "most_under_way", "misaligned", "folded", "events")
 
 
 def compiler() -> str | None:
@@ -99,7 +99,7 @@ class FakeDriver:
         return handle.value or 0
 
     def counts(self) -> dict[str, int]:
-        found = (ctypes.c_uint64 * 8)()
+        found = (ctypes.c_uint64 * len(COUNTS))()
         self.hooks.fake_counts(found)
         return dict(zip(COUNTS, found, strict=True))
 
