@@ -160,7 +160,7 @@ def costs(bench: Bench, transfer: KernelTransfer, direction: int, table: str, re
             transfer._submit(job)
         finally:
             transfer._pages.wait()
-            del held
+            held.release()
         found["cpu"].append(time.thread_time() - busy)
         found["issue"].append(transfer._pages.times()[0])
     return {name: statistics.median(values) for name, values in found.items()}

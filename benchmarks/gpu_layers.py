@@ -120,7 +120,7 @@ class Layered:
                 stack.callback(layers.close)
             stack.callback(pages.wait)
             pages.submit(job, how, stream, layers)
-        del held
+        held.release()
         return planned, pages.times()[0]
 
 
