@@ -22,6 +22,7 @@ BUILT_INS: Final[Mapping[str, str]] = {
     "cxl": "maru_backends.cxl",
     "mixed": "maru_backends.mixed",
     "kernel": "maru_transfer.kernel_plugin",
+    "layerwise": "maru_transfer.layerwise_plugin",
     "torch-copy": "maru_transfer.torch_copy_plugin",
     "eviction": "maru_core.eviction_plugin",
 }

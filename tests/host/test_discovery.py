@@ -50,7 +50,7 @@ def test_built_ins_come_without_an_installation_whatever_the_list_says(tmp_path:
         assert [i.name for i in host.report()] == list(BUILT_INS)
         assert all(i.built_in and i.status == "active" for i in host.report())
         assert list(host.backends()) == BACKENDS
-        assert list(host.engines()) == ["torch-copy", "kernel"]
+        assert list(host.engines()) == ["layerwise", "kernel", "torch-copy"]
 
 
 def test_built_ins_that_are_installed_show_their_distribution_and_appear_once(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_broken_plugin_is_logged_once_and_dropped_as_a_whole(sandbox: Path, ki
     assert info(host, "bad").reason == warning["reason"] != ""
     assert info(host, "bad").provides == ()
     assert set(host.backends()) == {*BACKENDS, "good"}
-    assert set(host.engines()) == {"kernel", "torch-copy"}
+    assert set(host.engines()) == {"kernel", "layerwise", "torch-copy"}
 
 
 @pytest.mark.parametrize("kind", BROKEN)

@@ -263,7 +263,7 @@ def test_a_factory_runs_once_and_only_when_used() -> None:
 def test_engines_are_listed_in_the_order_that_auto_tries() -> None:
     plugin = provider(*(EngineProvision(name, FakeEngine, rank) for name, rank in [("c", 1), ("b", 1), ("a", 5)]))
     host = PluginHost.with_plugins({"p": plugin}, built_ins=True, strict=True)
-    assert list(host.engines()) == ["a", "b", "c", "torch-copy", "kernel"]
+    assert list(host.engines()) == ["layerwise", "kernel", "a", "b", "c", "torch-copy"]
 
 
 def get_backend(host: PluginHost, name: str) -> object:
