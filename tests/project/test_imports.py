@@ -35,6 +35,7 @@ NO_TORCH = (
         "maru_transfer/selection.py",
         "maru_transfer/torch_copy_plugin.py",
         "maru_transfer/kernel_plugin.py",
+        "maru_transfer/layerwise_plugin.py",
     ),
     *("maru_transfer/cuda_driver.py", "maru_transfer/pinning.py", "maru_transfer/pinning_findings.py"),
     "maru_transfer/build_info.py",
@@ -210,4 +211,4 @@ host = PluginHost.discover(PluginSettings(()), path=[])
 print(json.dumps([sorted(host.backends()), sorted(host.engines()), "torch" in sys.modules]))
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert json.loads(run.stdout) == [["cpu", "cxl", "mixed"], ["kernel", "torch-copy"], False]
+    assert json.loads(run.stdout) == [["cpu", "cxl", "mixed"], ["kernel", "layerwise", "torch-copy"], False]

@@ -60,6 +60,7 @@ ISOLATED = """
     from maru_core.config import MaruConfig, PluginSettings
     from maru_core.host import PluginHost
 
+    NAMES = ["cpu", "cxl", "mixed", "kernel", "layerwise", "torch-copy", "eviction"]
     AT_IMPORT = {name: value for name, value in os.environ.items() if name.startswith("MARU_")}
 
     def test_environment():
@@ -69,7 +70,7 @@ ISOLATED = """
     def test_discovery_finds_nothing_even_when_all_are_allowed():
         for settings in (PluginSettings(), PluginSettings.from_environ(os.environ), PluginSettings(("told",))):
             host = PluginHost.discover(settings)
-            assert [i.name for i in host.report()] == ["cpu", "cxl", "mixed", "kernel", "torch-copy", "eviction"]
+            assert [i.name for i in host.report()] == NAMES
 
     def test_child():
         code = (
@@ -78,7 +79,7 @@ ISOLATED = """
             "print([i.name for i in host.report() if i.status == 'active'])"
         )
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        assert out.strip() == "['cpu', 'cxl', 'mixed', 'kernel', 'torch-copy', 'eviction']"
+        assert out.strip() == str(NAMES)
 """
 
 
