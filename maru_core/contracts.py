@@ -349,7 +349,7 @@ class BackendProvision:
 class EngineProvision:
     """What the hook ``maru_transfer_engines`` returns for each engine. ``auto`` tries higher ``rank`` first.
 
-    ``diagnose`` as for backends.
+    Of Maru's own, ``layerwise`` has rank 20, ``kernel`` 10 and ``torch-copy`` 0. ``diagnose`` as for backends.
     """
 
     name: str
