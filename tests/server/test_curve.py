@@ -32,6 +32,7 @@ def hello_as(connect, server, own, operator: str | None, **options) -> RawClient
     return connect(server, own).hello(descriptor(operator), **options)
 
 
+@pytest.mark.slow
 def test_an_address_of_other_hosts_needs_keys(maru_runtime_dir):
     for url in ("tcp://0.0.0.0:5999", f"tcp://{own_address()}:5999", "tcp://[::]:5999"):
         if "127.0.0.1" in url:

@@ -6,6 +6,8 @@ import fcntl
 import os
 from pathlib import Path
 
+import pytest
+
 from maru_core.runtime_dir import RuntimeDir
 from maru_core.server.keeping import TOUCH_INTERVAL, FolderKeeper
 
@@ -80,6 +82,7 @@ def test_a_folder_of_pools_is_left_to_the_backend(tmp_path):
     keeper.close()
 
 
+@pytest.mark.slow
 def test_a_server_holds_its_folder_of_sessions(start_server):
     server = start_server()
     assert not can_be_cleaned(server.folder / "sessions")

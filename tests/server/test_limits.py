@@ -106,6 +106,7 @@ def test_nothing_that_a_sweep_a_chore_or_a_turn_raises_ends_the_loop(context):
     assert handlers.directory.counters["internal_errors"] >= 4
 
 
+@pytest.mark.slow
 def test_a_closed_standard_error_does_not_end_a_server(runtime_dir):
     """`maru serve 2>&1 | head -1`, and then something to log."""
     process = subprocess.Popen(
@@ -252,6 +253,7 @@ def test_a_connection_that_does_not_greet_is_closed(context):
         assert 1 < time.monotonic() - started < 8
 
 
+@pytest.mark.slow
 def test_a_server_with_few_descriptors_outlives_those_who_want_them_all(runtime_dir, context):
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.server.fakes", str(runtime_dir)],

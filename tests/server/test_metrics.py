@@ -62,6 +62,7 @@ def samples(address: str) -> dict[tuple[str, ...], float]:
     }
 
 
+@pytest.mark.slow
 def test_a_server_tells_what_it_did(start_server, connect):
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
     client = connect(start_server("--metrics", address)).hello()
@@ -101,6 +102,7 @@ def test_a_server_tells_what_it_did(start_server, connect):
     assert any(name[0] == "maru_build_info" for name in found)
 
 
+@pytest.mark.slow
 def test_keys_and_namespaces_are_not_told(start_server, connect):
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
     server = start_server("--metrics", address)

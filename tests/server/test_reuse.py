@@ -157,6 +157,7 @@ def test_it_serves_more_of_conversations_with_pauses_than_least_recently_used():
     assert replay(reuse_policy, requests, 200) > 1.2 * replay(least_recently_used, requests, 200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("places", [100, 300])
 @pytest.mark.parametrize(
     "requests",

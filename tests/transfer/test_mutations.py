@@ -190,6 +190,7 @@ def opener(driver: FakeDriver, seed: int) -> Callable[..., Any]:
     return open_
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", JOBS)
 def test_wrong_slices_are_seen(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, mistake: str) -> None:
     for module in (test_slices, slices):

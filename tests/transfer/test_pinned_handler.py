@@ -15,6 +15,8 @@ from maru_core.namespace import Namespace
 from maru_transfer.cuda_driver import INVALID_VALUE, DriverError
 from maru_transfer.pinning import PinnedPools
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 NAMESPACE = Namespace.of({"test": "pinned"})
 

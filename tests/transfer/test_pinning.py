@@ -430,6 +430,7 @@ def test_a_pool_that_cannot_be_looked_at_is_no_error(region: FakeRegion) -> None
     assert pools.stats()["state"] == "no pool"
 
 
+@pytest.mark.slow
 def test_a_process_ends_while_pools_are_being_registered(tmp_path: Path) -> None:
     """At exit the thread leaves the driver before it is taken down."""
     import subprocess

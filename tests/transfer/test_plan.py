@@ -50,6 +50,7 @@ def replay(engine: Engine, runs: list[Run], objects: list[np.ndarray], *, store:
                     pages[there] = host[here]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 @settings(max_examples=40, deadline=None)
 @given(case=any_cases())

@@ -47,6 +47,7 @@ def job_of(case: Case, name: str, limits: Limits, spans=locked) -> tuple[Slicer,
     return slicer, slicer.job(STORE, case.block_ids, copies, addresses, spans)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 @settings(max_examples=60, deadline=None)
 @given(case=cases(), slot=st.integers(0, 600), way=st.sampled_from(["staged", "direct", "mapped"]))

@@ -114,6 +114,7 @@ def check_load(open_: Open, name: str, case: Case) -> None:
     np.testing.assert_array_equal(target.memory, expected.memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("how", WAYS, ids=lambda how: how.__name__)
 @settings(max_examples=15, deadline=None)
@@ -122,6 +123,7 @@ def test_stored_objects_hold_what_the_naive_reader_reads(how: Open, name: str, c
     check_store(how, name, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("how", WAYS, ids=lambda how: how.__name__)
 @settings(max_examples=15, deadline=None)

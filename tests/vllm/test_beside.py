@@ -45,6 +45,7 @@ def without_gate(engine: Engine) -> None:
     engine.scheduler.scheduler_reserve_full_isl = False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["ours", "both"])
 def test_sixty_four_blocks_never_stand_still(engine_on: EngineOn, gate: str) -> None:
     """Prompts of 50, 25 and 15 blocks that all hit: the first alone, the others when it has its blocks, in order."""
@@ -75,6 +76,7 @@ def test_sixty_four_blocks_never_stand_still(engine_on: EngineOn, gate: str) -> 
     settled(engine, 63)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["ours", "both"])
 def test_a_shared_prefix_and_a_newcomer(engine_on: EngineOn, gate: str) -> None:
     """R022: 270 blocks, four requests that share 100 stored blocks, and one of 100 blocks that hits nothing."""

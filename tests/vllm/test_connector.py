@@ -59,6 +59,7 @@ def settled(engine: Engine, free: int) -> None:
     assert not engine.worker._guard.caught
 
 
+@pytest.mark.slow
 @FORMATS
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 256])
 def test_a_second_engine_answers_the_same_from_the_pool(
@@ -323,6 +324,7 @@ def test_preempted_requests_come_back_with_hits(engine_on: EngineOn, extra: dict
     check_store(store, [p + engine.answers[f"r{i}"] for i, p in enumerate(prompts)], lambda t: keys_of(engine, t))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [{}, PARKED], ids=["sync", "parked"])
 def test_what_the_engine_has_itself_stays_leased_by_nobody(engine_on: EngineOn, extra: dict[str, Any]) -> None:
     """R037: the same prompt again and again, of which the pool has no more than vLLM's own cache."""
@@ -357,6 +359,7 @@ def test_asking_again_costs_no_lookups(engine_on: EngineOn) -> None:
     settled(engine, 31)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [{}, PARKED], ids=["sync", "parked"])
 def test_many_parked_requests_never_stall(engine_on: EngineOn, extra: dict[str, Any]) -> None:
     """The known trap: 64 blocks, prompts of 50, 25 and 15 blocks that all hit."""

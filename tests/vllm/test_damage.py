@@ -83,6 +83,7 @@ class Fleet:
         return number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["off", "sample", "full"])
 def test_the_worker_gives_chunks_the_checksums_that_its_mode_covers(
     folder: Folder, engine_on: EngineOn, mode: str
@@ -102,6 +103,7 @@ def test_the_worker_gives_chunks_the_checksums_that_its_mode_covers(
     assert (worker._checks.header_mismatches, worker._checks.checksum_mismatches) == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [{}, {"maru_async_load": True}], ids=["sync", "parked"])
 def test_a_damaged_chunk_is_recomputed_and_replaced(
     folder: Folder, engine_on: EngineOn, extra: dict[str, bool]

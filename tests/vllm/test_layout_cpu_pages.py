@@ -72,6 +72,7 @@ def as_integers(tensor: torch.Tensor) -> np.ndarray:
     return tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32).numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layerwise", [False, True], ids=["chunkwise", "layerwise"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from tests.vllm.fake_store import FakeStore
 from tests.vllm.mini_engine import Engine, check_store, reference
 from tests.vllm.test_connector import keys_of, settled
 
+pytestmark = pytest.mark.slow
+
 STEPS = 100
 #: Settings that are on or off.
 KNOBS = {

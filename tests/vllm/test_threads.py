@@ -26,6 +26,8 @@ from tests.vllm.slow_transfer import Pace, SlowTransfer, sleeping
 from tests.vllm.test_connector import keys_of, prompt, settled, warm
 from tests.vllm.test_random_life import evict, lose
 
+pytestmark = pytest.mark.slow
+
 EngineOn = Callable[..., Engine]
 
 LOAD = {"maru_async_load": True}

@@ -20,6 +20,8 @@ from maru_integrations.vllm.metadata import LoadOp, StoreOp
 from maru_integrations.vllm.moving import Link
 from maru_integrations.vllm.worker import MaruWorker
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["fabric", "traced"]
 
 STORED = ObjectLayout(num_planes=2, num_layers=2, chunk_tokens=16, hidden=64, element_size=2)

@@ -114,6 +114,7 @@ def pools_of(handler: MaruHandler) -> list[dict[str, Any]]:
     return pools
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_followed_by_one_with_the_same_objects(servers: Servers) -> None:
     first = servers.start()
     with handler_of(first) as handler:
@@ -129,6 +130,7 @@ def test_a_killed_server_is_followed_by_one_with_the_same_objects(servers: Serve
         assert handler.stats()["counters"]["stored"] == COUNT, "counted by the second server only"
 
 
+@pytest.mark.slow
 def test_another_size_is_a_cold_start(servers: Servers) -> None:
     first = servers.start()
     with handler_of(first) as handler:
@@ -142,6 +144,7 @@ def test_another_size_is_a_cold_start(servers: Servers) -> None:
         assert 31 * MIB < pool["capacity"] < 32 * MIB
 
 
+@pytest.mark.slow
 def test_a_second_owner_is_refused_with_the_identity_of_the_first(servers: Servers) -> None:
     first = servers.start()
     with handler_of(first) as handler:
@@ -157,6 +160,7 @@ def test_a_second_owner_is_refused_with_the_identity_of_the_first(servers: Serve
         assert found(handler, "kept") == 0, "who stops gives the device away"
 
 
+@pytest.mark.slow
 def test_what_a_killed_server_left_another_one_gets_only_once_nobody_maps_it(servers: Servers) -> None:
     first = servers.start()
     with handler_of(first) as handler:
@@ -173,6 +177,7 @@ def test_what_a_killed_server_left_another_one_gets_only_once_nobody_maps_it(ser
         assert found(handler, "kept") == 0
 
 
+@pytest.mark.slow
 def test_two_devices_are_one_set_of_pools(servers: Servers) -> None:
     path = ",".join(reversed(servers.places))
     server = servers.start(path=path, size="")
@@ -192,6 +197,7 @@ def test_two_devices_are_one_set_of_pools(servers: Servers) -> None:
         assert sum(found(handler, f"set-{number}") for number in range(sets)) == sets * COUNT
 
 
+@pytest.mark.slow
 def test_memory_and_a_device_together(servers: Servers) -> None:
     """Objects go into memory first, and to the device when that is full; both are found, also after a crash."""
     settings = {"storage_backend": "mixed", "write_order": "cpu,cxl", "cpu_pool_size": "16M", "demote": False}
@@ -210,6 +216,7 @@ def test_memory_and_a_device_together(servers: Servers) -> None:
         assert sum(found(handler, f"set-{number}") for number in range(sets)) == sets * COUNT
 
 
+@pytest.mark.slow
 def test_the_doctor_tells_who_has_a_device(servers: Servers) -> None:
     command = [sys.executable, "-m", "maru_core.cli", "doctor", "--json", "--runtime-dir", str(servers.folder)]
     # Without the variables of the tests, which it would warn of.
