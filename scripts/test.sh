@@ -26,7 +26,8 @@ step ruff check .
 step ruff format --check .
 step mypy --strict maru_core
 step python -m pytest -q -n auto --hypothesis-profile=full
-step python -m pytest -q -n auto --hypothesis-profile=full -m "slow and not engine and not long and not build and not vendor and not vm"
+# They wait for processes and clocks more than they compute.
+step python -m pytest -q -n "$(($(nproc) + 1))" --hypothesis-profile=full -m "slow and not engine and not long and not build and not vendor and not vm"
 step python -m pytest -q -n auto -m build
 # In one process: they share an environment that takes seconds to make.
 step python -m pytest -q -m vendor

@@ -61,7 +61,7 @@ def holder():
         process.communicate()
 
 
-def wait_for(condition, seconds: float = 5.0) -> float:
+def wait_for(condition, seconds: float = 30.0) -> float:
     """Poll until ``condition()`` holds; returns how long that took."""
     started = time.monotonic()
     while not condition():
