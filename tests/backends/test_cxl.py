@@ -243,6 +243,7 @@ def _described(ask: PoolRequest) -> object:
     return pool._prepare(ask)[1]
 
 
+@pytest.mark.slow
 def test_clients_come_only_when_a_new_pool_is_whole(ask: PoolRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     old = quick().create_pool(ask)
     descriptor = old.region.descriptor
@@ -265,6 +266,7 @@ def test_clients_come_only_when_a_new_pool_is_whole(ask: PoolRequest, monkeypatc
     new.destroy()
 
 
+@pytest.mark.slow
 def test_devices_of_a_dead_process_get_a_moment(ask: PoolRequest, start: Start) -> None:
     def took(**changes: object) -> float:
         before = time.monotonic()
@@ -278,6 +280,7 @@ def test_devices_of_a_dead_process_get_a_moment(ask: PoolRequest, start: Start) 
     assert took() < 0.5, "it was released with nobody left"
 
 
+@pytest.mark.slow
 def test_what_is_left_is_kept_for_its_owner_and_what_is_destroyed_for_nobody(ask: PoolRequest) -> None:
     backend = quick()
     pool = backend.create_pool(ask)
@@ -312,6 +315,7 @@ def test_a_new_pool_starts_empty_whatever_the_device_holds(ask: PoolRequest) -> 
     again.destroy()
 
 
+@pytest.mark.slow
 def test_the_record_says_whether_somebody_still_mapped_it_when_it_was_released(ask: PoolRequest) -> None:
     backend = quick()
     pool = backend.create_pool(ask)
@@ -812,6 +816,7 @@ def test_within_one_host_nothing_is_flushed_but_what_tells_whose_it_is(ask: Pool
     assert [name for name, _, _ in calls] == ["writeback", "writeback"]
 
 
+@pytest.mark.slow
 def test_the_shared_lock_of_a_mapping_outlives_its_descriptor(ask: PoolRequest) -> None:
     """What everything here rests on, also on a device."""
     quick().create_pool(ask).destroy()

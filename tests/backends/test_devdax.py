@@ -229,6 +229,7 @@ def is_answered(act: Callable[[], object]) -> bool:
     return answered
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(60))
 @given(
     files=st.dictionaries(st.sampled_from(["size", "align", "numa_node", "target_node"]), CONTENT),

@@ -50,6 +50,7 @@ def test_keygen_says_what_it_wrote_and_replaces_nothing(tmp_path: Path) -> None:
     assert maru("keygen", folder, "--client", "../red").exit_code == 1
 
 
+@pytest.mark.slow
 def test_an_operator_sees_and_resets_namespaces(folder: Folder) -> None:
     handler = folder.connect(instance_id="i")
     handler.store("a", b"x" * 5000)
@@ -71,6 +72,7 @@ def test_an_operator_sees_and_resets_namespaces(folder: Folder) -> None:
     assert admin(folder, "reset", "--all").exit_code == 0
 
 
+@pytest.mark.slow
 def test_an_operator_limits_a_namespace(folder: Folder) -> None:
     handler = folder.connect()
     digest = handler.namespace.digest.hex()
@@ -80,6 +82,7 @@ def test_an_operator_limits_a_namespace(folder: Folder) -> None:
     assert json.loads(admin(folder, "namespaces", "--json").output)[0]["quota"] is None
 
 
+@pytest.mark.slow
 def test_an_operator_evicts(folder: Folder) -> None:
     handler = folder.connect()
     handler.store("a", b"x")
@@ -91,6 +94,7 @@ def test_an_operator_evicts(folder: Folder) -> None:
     held.close()
 
 
+@pytest.mark.slow
 def test_an_operator_forgets_a_session(folder: Folder) -> None:
     handler = folder.connect()
     assert handler.store("a", b"x") is StoreResult.STORED
@@ -119,6 +123,7 @@ def test_an_operator_stops_the_server(maru_server: ServerFactory) -> None:
     assert "no Maru server listens" in gone.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -148,6 +153,7 @@ def test_mistakes_are_named(folder: Folder, arguments: tuple[str, ...], word: st
     assert "Traceback" not in result.output
 
 
+@pytest.mark.slow
 def test_another_credential_is_refused(folder: Folder, tmp_path: Path) -> None:
     folder.connect()
     (tmp_path / "token").write_text("0" * 64)
@@ -159,6 +165,7 @@ def test_another_credential_is_refused(folder: Folder, tmp_path: Path) -> None:
     assert "cannot read" in admin(folder, "--token-file", tmp_path / "none", "stop").output
 
 
+@pytest.mark.slow
 def test_status_without_the_credential_shows_totals(folder: Folder) -> None:
     handler = folder.connect()
     handler.store("a", b"x" * 5000)
@@ -227,6 +234,7 @@ def test_peek_says_that_nobody_answers(maru_runtime_dir: Path) -> None:
         Peek(f"ipc://{maru_runtime_dir}/x.sock", 0.1).stats()
 
 
+@pytest.mark.slow
 def test_sessions_of_a_reset_namespace_find_the_new_weights_epoch(folder: Folder) -> None:
     handler = folder.connect()
     admin(folder, "reset", "--all")
@@ -242,6 +250,7 @@ def test_help_needs_no_server(tmp_path: Path, verb: str) -> None:
     assert "Usage" in result.output
 
 
+@pytest.mark.slow
 def test_names_do_not_reach_the_terminal_as_they_are(folder: Folder) -> None:
     evil = "x\x1b[2J\x1b]0;title\x07\ny\r\x9b1m\u202e"
     handler = folder.connect(Namespace.of({"model": evil}))

@@ -47,6 +47,7 @@ def test_status_does_not_wait_for_an_address_where_nobody_is(maru_runtime_dir: P
     assert "no answer within 0.1 s" in result.output
 
 
+@pytest.mark.slow
 def test_status_shows_what_the_server_holds(folder: Folder) -> None:
     handler = folder.connect()
     handler.store("a", b"x" * 5000)
@@ -68,6 +69,7 @@ def test_status_shows_what_the_server_holds(folder: Folder) -> None:
     assert stats["sessions"] == 1, "looking is no session"
 
 
+@pytest.mark.slow
 def test_status_of_a_stopped_server_ends_in_time(folder: Folder) -> None:
     folder.connect()
     os.kill(folder.pid(), signal.SIGSTOP)

@@ -76,6 +76,7 @@ def is_a_miss(handler: MaruHandler, key: str, data: bytes) -> None:
     assert handler.delete(key)
 
 
+@pytest.mark.slow
 def test_a_changed_byte_of_a_payload_is_a_miss(handler: MaruHandler) -> None:
     @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.data(), st.integers(1, 10_000), BITS)
@@ -88,6 +89,7 @@ def test_a_changed_byte_of_a_payload_is_a_miss(handler: MaruHandler) -> None:
     check()
 
 
+@pytest.mark.slow
 def test_a_changed_byte_anywhere_in_a_header_is_a_miss(handler: MaruHandler) -> None:
     for position in range(HEADER_SIZE):
         assert handler.store("a", b"some bytes") is StoreResult.STORED
@@ -121,6 +123,7 @@ def test_a_header_of_something_else_is_a_miss_in_every_mode(
         is_a_miss_and_dropped(handler, name, b"some bytes", 1, 0)
 
 
+@pytest.mark.slow
 def test_a_header_that_names_another_key_is_a_miss(handler: MaruHandler) -> None:
     """For the server, and for who leased the object before."""
     handler.store("a", b"some bytes")
@@ -133,6 +136,7 @@ def test_a_header_that_names_another_key_is_a_miss(handler: MaruHandler) -> None
     is_a_miss(handler, "a", b"some bytes")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", [State.FREE, State.RESERVED, State.RETIRING])
 def test_what_is_not_ready_is_a_miss_but_no_damage(handler: MaruHandler, state: State) -> None:
     handler.store("a", b"some bytes")
@@ -141,6 +145,7 @@ def test_what_is_not_ready_is_a_miss_but_no_damage(handler: MaruHandler, state: 
     assert found(handler) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_truncated_object_is_a_miss(handler: MaruHandler) -> None:
     """Its tail is gone: the bytes are zero, whether the header admits it or not."""
     data = bytes(range(1, 101)) * 50
@@ -153,6 +158,7 @@ def test_a_truncated_object_is_a_miss(handler: MaruHandler) -> None:
         is_a_miss_and_dropped(handler, "a", data, int(admitted), int(not admitted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sample", "full"])
 def test_exchanged_payloads_are_misses(folder: Folder, mode: str) -> None:
     handler = folder.connect(verify=mode)
@@ -164,6 +170,7 @@ def test_exchanged_payloads_are_misses(folder: Folder, mode: str) -> None:
     eventually(lambda: dropped(handler) == 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["off", "sample", "full"])
 def test_exchanged_headers_are_misses(folder: Folder, mode: str) -> None:
     """Both are READY, of one generation, length and namespace; only the keys differ."""
@@ -175,6 +182,7 @@ def test_exchanged_headers_are_misses(folder: Folder, mode: str) -> None:
     assert handler.batch_retrieve(["a", "b"]) == [None, None]
 
 
+@pytest.mark.slow
 def test_undamaged_neighbours_of_a_damaged_object_are_handed_out(handler: MaruHandler) -> None:
     handler.batch_store(["a", "b", "c"], [b"1" * 100, b"2" * 100, b"3" * 100])
     flip(Stored.of(handler, handler.key("b")).payload, 50, 1)
@@ -186,6 +194,7 @@ def test_undamaged_neighbours_of_a_damaged_object_are_handed_out(handler: MaruHa
     eventually(lambda: handler.stats()["pools"][0]["leased"] == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "share"), [("off", 0.0), ("sample", 1 / SAMPLE), ("full", 1.0)])
 def test_the_writers_mode_says_which_objects_have_a_checksum(folder: Folder, mode: str, share: float) -> None:
     handler = folder.connect(verify=mode)
@@ -202,6 +211,7 @@ def test_the_writers_mode_says_which_objects_have_a_checksum(folder: Folder, mod
     assert abs(sum(have) / 400 - share) < 0.05
 
 
+@pytest.mark.slow
 def test_a_checksum_is_of_the_bytes_in_the_pool_when_an_allocation_is_committed(handler: MaruHandler) -> None:
     with handler.alloc("a", 5) as room:
         room.view[:] = b"first"
@@ -210,6 +220,7 @@ def test_a_checksum_is_of_the_bytes_in_the_pool_when_an_allocation_is_committed(
     assert read(handler, "a") == b"later"
 
 
+@pytest.mark.slow
 def test_raw_commits_have_a_checksum_when_asked_for(folder: Folder) -> None:
     """Of those that are committed, each its own, and of the sample only."""
     handler = folder.connect(verify="sample")
@@ -224,6 +235,7 @@ def test_raw_commits_have_a_checksum_when_asked_for(folder: Folder) -> None:
     assert sums == [NO_CHECKSUM, NO_CHECKSUM, checksum(b"\3" * 100), NO_CHECKSUM]
 
 
+@pytest.mark.slow
 def test_readers_compare_what_their_own_mode_covers(folder: Folder) -> None:
     full, sample, off = (folder.connect(verify=mode) for mode in ("full", "sample", "off"))
     (inside,), (outside,) = sampled(full), sampled(full, False)
@@ -240,6 +252,7 @@ def test_readers_compare_what_their_own_mode_covers(folder: Folder) -> None:
     assert found(off) == (0, 0)
 
 
+@pytest.mark.slow
 def test_full_looks_at_the_bytes_again_when_the_copy_is_complete(folder: Folder) -> None:
     full, sample = folder.connect(verify="full"), folder.connect(verify="sample")
     (name,) = sampled(full)
@@ -255,6 +268,7 @@ def test_full_looks_at_the_bytes_again_when_the_copy_is_complete(folder: Folder)
     assert found(full) == (0, 1)
 
 
+@pytest.mark.slow
 def test_a_damaged_object_is_dropped_although_others_lease_it(folder: Folder, capsys: pytest.CaptureFixture) -> None:
     """It is hidden at once, who holds it learns that it proves nothing, and its pages come back with the last lease."""
     full, off = folder.connect(verify="full"), folder.connect(verify="off")
@@ -279,6 +293,7 @@ def test_a_damaged_object_is_dropped_although_others_lease_it(folder: Folder, ca
     assert read(off, "a") == b"right bytes"
 
 
+@pytest.mark.slow
 def test_what_was_deleted_or_reset_under_a_lease_proves_nothing_and_is_no_damage(handler: MaruHandler) -> None:
     handler.batch_store(["a", "b"], [b"1" * 100, b"2" * 100])
     first, second = handler.batch_retrieve(["a", "b"])
@@ -296,6 +311,7 @@ def test_what_was_deleted_or_reset_under_a_lease_proves_nothing_and_is_no_damage
     assert dropped(handler) == 0
 
 
+@pytest.mark.slow
 def test_another_namespace_cannot_have_an_object_dropped(folder: Folder, handler: MaruHandler) -> None:
     handler.store("a", b"right bytes")
     lease = handler.acquire([handler.key("a")], leading=True)
@@ -336,6 +352,7 @@ def test_bytes_that_went_away_while_they_were_read_are_no_damage() -> None:
     assert told == [(7, 1, 1, bytes(32), "checksum")]
 
 
+@pytest.mark.slow
 def test_a_handler_without_a_server_judges_nothing_whole(folder: Folder, handler: MaruHandler) -> None:
     handler.store("a", b"1")
     held = handler.retrieve("a")

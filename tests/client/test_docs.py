@@ -5,11 +5,13 @@ from __future__ import annotations
 import doctest
 from pathlib import Path
 
+import pytest
 from structlog.testing import capture_logs
 
 from tests.client.real import Folder
 
 
+@pytest.mark.slow
 def test_the_snippets_of_the_handlers_page_run(folder: Folder) -> None:
     page = Path(__file__).parents[2] / "docs" / "handler.md"
     globs = {"runtime_dir": str(folder.path), "pool_path": str(folder.path)}

@@ -35,6 +35,7 @@ def handler(folder: Folder) -> MaruHandler:
     return folder.connect()
 
 
+@pytest.mark.slow
 def test_store_retrieve_exists_delete(handler: MaruHandler) -> None:
     assert handler.retrieve("a") is None
     assert not handler.exists("a")
@@ -51,6 +52,7 @@ def test_store_retrieve_exists_delete(handler: MaruHandler) -> None:
     assert handler.retrieve("a") is None
 
 
+@pytest.mark.slow
 def test_stats_name_the_transfer_engine_of_those_who_have_one(folder: Folder, handler: MaruHandler) -> None:
     assert "transfer_engine" not in handler.stats()["client"]
     config = MaruConfig(**folder.settings())
@@ -58,6 +60,7 @@ def test_stats_name_the_transfer_engine_of_those_who_have_one(folder: Folder, ha
         assert worker.stats()["client"]["transfer_engine"] == "torch-copy"
 
 
+@pytest.mark.slow
 def test_keys_of_other_types_and_namespaces_differ(folder: Folder, handler: MaruHandler) -> None:
     assert handler.store("a", b"text") is StoreResult.STORED
     assert not handler.exists(b"a")
@@ -66,6 +69,7 @@ def test_keys_of_other_types_and_namespaces_differ(folder: Folder, handler: Maru
         assert bytes(found.view) == b"text"
 
 
+@pytest.mark.slow
 def test_batches_answer_every_key_in_order(handler: MaruHandler) -> None:
     data = [bytes([index]) * (index * 1000 + 1) for index in range(10)]
     assert handler.batch_store([f"k{index}" for index in range(10)], data) == [StoreResult.STORED] * 10
@@ -86,6 +90,7 @@ def test_batches_answer_every_key_in_order(handler: MaruHandler) -> None:
     assert handler.batch_delete(asked) == [True, False, True, True]
 
 
+@pytest.mark.slow
 def test_alloc_writes_in_place(handler: MaruHandler) -> None:
     with handler.alloc("a", 5) as room:
         room.view[:] = b"hello"
@@ -101,6 +106,7 @@ def test_alloc_writes_in_place(handler: MaruHandler) -> None:
     assert refused.commit() is StoreResult.PRESENT
 
 
+@pytest.mark.slow
 def test_an_allocation_whose_block_raises_is_given_back(handler: MaruHandler) -> None:
     def write() -> None:
         with handler.alloc("a", 5) as room:
@@ -124,6 +130,7 @@ DERIVED: dict[str, Callable[[memoryview], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", DERIVED.values(), ids=DERIVED)
 def test_commit_and_abort_are_refused_while_something_could_still_write(
     handler: MaruHandler, make: Callable[[memoryview], object]
@@ -140,6 +147,7 @@ def test_commit_and_abort_are_refused_while_something_could_still_write(
     assert room.commit() is StoreResult.STORED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [DERIVED["slice"], DERIVED["memoryview"], DERIVED["array"]])
 def test_what_is_made_from_a_retrieved_view_holds_the_lease(
     handler: MaruHandler, make: Callable[[memoryview], object]
@@ -157,6 +165,7 @@ def test_what_is_made_from_a_retrieved_view_holds_the_lease(
     eventually(lambda: pool(handler)["leased"] == 0, within=3)
 
 
+@pytest.mark.slow
 def test_what_no_session_may_lease_is_refused(folder: Folder) -> None:
     """It would fill the pool and could never be read."""
     handler = folder.connect(pool_size=1 << 20, lease_share=0.25)
@@ -164,11 +173,13 @@ def test_what_no_session_may_lease_is_refused(folder: Folder) -> None:
     assert handler.store("small", bytes(100_000)) is StoreResult.STORED
 
 
+@pytest.mark.slow
 def test_a_key_is_text_or_bytes(handler: MaruHandler) -> None:
     with pytest.raises(TypeError, match="got int 5"):
         handler.store(5, b"x")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_dropped_allocation_keeps_its_pages_for_the_life_of_the_process(folder: Folder, handler: MaruHandler) -> None:
     room = handler.alloc("a", 5)
     slice_ = room.view[1:3]
@@ -181,6 +192,7 @@ def test_a_dropped_allocation_keeps_its_pages_for_the_life_of_the_process(folder
     slice_[:] = b"zz"
 
 
+@pytest.mark.slow
 def test_close_gives_open_allocations_back(folder: Folder, handler: MaruHandler) -> None:
     room = handler.alloc("a", 5)
     handler.close()
@@ -189,6 +201,7 @@ def test_close_gives_open_allocations_back(folder: Folder, handler: MaruHandler)
     assert pool(folder.connect())["reserved"] == 0
 
 
+@pytest.mark.slow
 def test_a_lease_lasts_as_long_as_the_view(handler: MaruHandler) -> None:
     handler.store("a", b"x" * 5000)
     view = handler.retrieve("a").view  # type: ignore[union-attr]
@@ -200,6 +213,7 @@ def test_a_lease_lasts_as_long_as_the_view(handler: MaruHandler) -> None:
     eventually(lambda: pool(handler)["leased"] == 0)
 
 
+@pytest.mark.slow
 def test_what_is_read_stays_while_it_is_deleted_and_the_pool_is_refilled(handler: MaruHandler) -> None:
     handler.store("a", b"a" * 4096)
     with handler.retrieve("a") as found:  # type: ignore[union-attr]
@@ -210,6 +224,7 @@ def test_what_is_read_stays_while_it_is_deleted_and_the_pool_is_refilled(handler
     assert pool(handler)["objects"] < 1500
 
 
+@pytest.mark.slow
 def test_full_is_an_answer(handler: MaruHandler) -> None:
     rooms = handler.batch_alloc([f"k{index}" for index in range(1200)], [4096] * 1200)
     refused = [room for room in rooms if room.refusal is not None]
@@ -223,6 +238,7 @@ def test_full_is_an_answer(handler: MaruHandler) -> None:
     assert handler.store("more", b"x") is StoreResult.STORED
 
 
+@pytest.mark.slow
 def test_reset_hides_what_older_weights_computed(folder: Folder, handler: MaruHandler) -> None:
     other = folder.connect()
     handler.store("a", b"old")
@@ -239,6 +255,7 @@ def test_reset_hides_what_older_weights_computed(folder: Folder, handler: MaruHa
         assert bytes(found.view) == b"new"
 
 
+@pytest.mark.slow
 def test_asyncio(handler: MaruHandler) -> None:
     async def main() -> list[bytes]:
         await asyncio.gather(*(asyncio.to_thread(handler.store, f"k{i}", bytes([i]) * 100) for i in range(8)))
@@ -268,6 +285,7 @@ def stamped(key: int, version: int, size: int) -> bytes:
     return b"".join(position.to_bytes(4, "big") + seed[:28] for position in range(-(-size // 32)))[:size]
 
 
+@pytest.mark.slow
 def test_eight_threads_mixing_everything_never_see_wrong_bytes(folder: Folder) -> None:
     handler = folder.connect(pool_size="1M")
     failures: list[str] = []
@@ -326,6 +344,7 @@ def test_eight_threads_mixing_everything_never_see_wrong_bytes(folder: Folder) -
     assert pool(handler)["used"] + pool(handler)["free"] == pool(handler)["capacity"]
 
 
+@pytest.mark.slow
 def test_the_probe_of_a_million_keys_does_not_starve_others(folder: Folder) -> None:
     handler = folder.connect()
     many = [index.to_bytes(32, "big") for index in range(1_000_000)]
@@ -348,6 +367,7 @@ def test_the_probe_of_a_million_keys_does_not_starve_others(folder: Folder) -> N
     assert max(waits) < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "error", "named"),
     [
@@ -388,6 +408,7 @@ def test_a_wrong_argument_is_named(
     assert [len(fake.held), len(fake.leases)] == before
 
 
+@pytest.mark.slow
 def test_generators_are_lists(handler: MaruHandler) -> None:
     assert handler.batch_store((key for key in "ab"), (data for data in (b"1", b"2"))) == [StoreResult.STORED] * 2
     assert handler.batch_exists(key for key in "abc") == [True, True, False]
@@ -409,6 +430,7 @@ def test_ids_that_are_none_keep_no_others_from_being_delivered(fake: FakeServer,
     assert handler.is_up
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["commit", "abort"])
 def test_an_interrupted_end_of_an_allocation_can_be_repeated(
     handler: MaruHandler, monkeypatch: pytest.MonkeyPatch, end: str
@@ -434,6 +456,7 @@ def test_an_interrupted_end_of_an_allocation_can_be_repeated(
     assert handler._goodbye
 
 
+@pytest.mark.slow
 def test_an_allocation_whose_commit_is_interrupted_is_given_back(
     handler: MaruHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

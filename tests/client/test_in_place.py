@@ -198,6 +198,7 @@ class Flushes:
         """Nothing."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("goodbye", [True, False])
 def test_hosts_that_have_all_said_goodbye_are_in_nobodys_way(device: Path, tmp_path: Path, goodbye: bool) -> None:
     backend = CxlBackend(flusher=Flushes, settle=0.0, patience=0.1)

@@ -202,6 +202,7 @@ def test_a_swallowed_acquire_reply_leaks_no_lease(fake: FakeServer, handler: Mar
     eventually(lambda: not fake.leases)
 
 
+@pytest.mark.slow
 def test_a_swallowed_cancellation_is_sent_again(fake: FakeServer, handler: MaruHandler) -> None:
     """The server must confirm a cancellation; here the first two are lost before it sees them."""
     original, lost = fake._cancel, []
@@ -236,6 +237,7 @@ def test_the_cancellation_reaches_the_server_before_anything_newer_of_the_thread
     assert ops == [Op.RESERVE, Op.CANCEL, Op.RESERVE]
 
 
+@pytest.mark.slow
 def test_while_the_server_is_silent_calls_fail_at_once(fake: FakeServer, handler: MaruHandler) -> None:
     fake.spoil = lambda request, reply: None
     with pytest.raises(Unavailable):
@@ -314,6 +316,7 @@ def test_leading_over_several_messages_stops_at_the_first_gap(fake: FakeServer, 
     assert len(lease.statuses) == len(lease.entries) == 40_000
 
 
+@pytest.mark.slow
 def test_a_batch_that_fails_half_way_gives_back_what_it_took(fake: FakeServer, handler: MaruHandler) -> None:
     many = keys(20_000)
     count = []
@@ -366,6 +369,7 @@ def test_no_keys_need_no_message(fake: FakeServer, handler: MaruHandler) -> None
     assert not fake.count(Op.PROBE) + fake.count(Op.ACQUIRE) + fake.count(Op.RESERVE) + fake.count(Op.COMMIT)
 
 
+@pytest.mark.slow
 def test_grants_of_an_earlier_server_are_never_used(serve: Any, connect: Any) -> None:
     first = serve(epoch=7)
     handler = connect()
@@ -403,6 +407,7 @@ def test_an_answer_under_another_epoch_is_no_answer(fake: FakeServer, handler: M
     eventually(lambda: handler.is_up)
 
 
+@pytest.mark.slow
 def test_the_weights_epoch_survives_a_restart(serve: Any, connect: Any) -> None:
     first = serve(epoch=7)
     handler = connect()

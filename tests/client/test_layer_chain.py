@@ -29,6 +29,7 @@ def store(handler: MaruHandler, chain: KeyChain, chunks: range) -> None:
     handler.commit(grants)
 
 
+@pytest.mark.slow
 def test_eviction_takes_the_last_layers_of_the_last_chunks_first(handler: MaruHandler) -> None:
     """What is left of a prompt is its front without a hole, so that as many whole chunks as can be are hits."""
     chain = KeyChain(NAMESPACE.root, 4, (), LAYERS)

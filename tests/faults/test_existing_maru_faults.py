@@ -77,6 +77,7 @@ def wait_for_line(process: subprocess.Popen[str], word: str) -> str:
 # -- 1. A reply that times out ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", ["reserve", "commit"])
 def test_1_a_request_that_is_executed_late_never_mixes_two_keys(folder: Folder, late: str) -> None:
     """A register reply timed out, the client freed the page, the server registered it anyway, and the next store
@@ -110,6 +111,7 @@ def test_1_a_request_that_is_executed_late_never_mixes_two_keys(folder: Folder, 
 # -- 2. Pages and keys that disagree ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_2_giving_back_what_was_stored_changes_nothing(folder: Folder) -> None:
     """Freeing a handle after storing it took the page from under its key."""
     handler = folder.connect(pool_size="1M")
@@ -132,6 +134,7 @@ def test_2_giving_back_what_was_stored_changes_nothing(folder: Folder) -> None:
     assert pool(handler)["objects"] == 7
 
 
+@pytest.mark.slow
 def test_2_anybody_may_delete_and_key_and_page_go_together(folder: Folder) -> None:
     """Deleting by a session that did not store the object removed the key and kept the page, or the reverse."""
     owner, other = folder.connect(pool_size="1M"), folder.connect(pool_size="1M")
@@ -290,6 +293,7 @@ def test_5_after_a_restart_nobody_gets_pages_that_others_still_use(folder: Folde
     nothing_is_held(others)
 
 
+@pytest.mark.slow
 def test_5_a_lost_connection_loses_nothing(folder: Folder) -> None:
     """A dropped idle connection cost a client its regions after a grace period. The process decides, not the socket."""
     watcher = folder.connect(pool_size="1M")
@@ -347,6 +351,7 @@ def test_6_a_torn_header_is_no_header(old: Header, new: Header, arrived: list[bo
         assert unpack_header(torn) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["torn", "zero", "noise", "all noise"])
 def test_6_a_torn_header_never_blocks_a_start_and_is_never_served(folder: Folder, damage: str) -> None:
     """A torn record blocked every start until somebody deleted the log. Holds for a start that reads the old pool and
@@ -502,6 +507,7 @@ def test_7_a_loopback_server_listens_on_loopback_only(maru_server: ServerFactory
 FACTS: dict[str, Any] = {"model": "m", "kv_dtype": "bfloat16", "tp_size": 1, "rank": 0, "chunk_tokens": 16}
 
 
+@pytest.mark.slow
 def test_8_keys_say_everything_that_decides_the_bytes(folder: Folder) -> None:
     """Keys were 64 bits of the token prefix alone: no model, dtype, rank, LoRA, image, salt. One prompt under each of
     them, in one pool: nobody hits anything of another's.
@@ -543,6 +549,7 @@ def test_8_keys_say_everything_that_decides_the_bytes(folder: Folder) -> None:
 # -- 9. Full pools, long prompts -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_9_a_full_pool_makes_room(folder: Folder) -> None:
     """There was no eviction at all. Five times the pool is stored: every store succeeds, the latest can be read."""
     handler = folder.connect(pool_size="1M")

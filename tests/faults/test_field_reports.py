@@ -33,6 +33,7 @@ def columns(count: int) -> list[bytes]:
     return [keys(number, 1) for number in range(count)]
 
 
+@pytest.mark.slow
 def test_r037_what_is_looked_up_and_never_loaded_does_not_stay_pinned(folder: Folder) -> None:
     """Each lookup ends its own lease, used or not; everything can be evicted afterwards."""
     handler = folder.connect(pool_size="1M")
@@ -51,6 +52,7 @@ def test_r037_what_is_looked_up_and_never_loaded_does_not_stay_pinned(folder: Fo
         assert handler.store(f"more{number}", stamped(f"more{number}", 50_000)) is StoreResult.STORED
 
 
+@pytest.mark.slow
 def test_r040_ending_a_lease_twice_takes_nobody_elses(folder: Folder) -> None:
     """Two requests share a block, and the first finishes twice: the second still holds it."""
     first, second = folder.connect(pool_size="1M"), folder.connect(pool_size="1M")
@@ -87,6 +89,7 @@ def test_r041_being_used_is_no_pin() -> None:
     world.check()
 
 
+@pytest.mark.slow
 def test_r045_a_lookup_that_is_cancelled_before_its_answer_holds_nothing(folder: Folder) -> None:
     """Whenever it is cancelled: before the request is sent on, while it is answered, after the answer came."""
     handler = folder.connect()
@@ -126,6 +129,7 @@ def test_r051_a_writer_that_dies_before_it_commits_blocks_nobody(folder: Folder)
     assert pool(handler)["used"] == 2 * 4096
 
 
+@pytest.mark.slow
 def test_r096_a_server_that_stood_still_takes_nobody_for_dead(folder: Folder) -> None:
     """Absence counts only while the server could have heard: what live clients hold and stored survives."""
     handler, other = folder.connect(request_timeout=0.3), folder.connect(request_timeout=0.3)

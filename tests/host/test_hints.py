@@ -186,6 +186,7 @@ def test_what_ends_one_plugin_leaves_the_others(region: Region) -> None:
     assert [info.status for info in host.report()] == ["active", "failed", "active"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", HINTS)
 def test_strict_makes_the_end_of_a_hint_fatal(hook: str, region: Region, release: threading.Event) -> None:
     host = PluginHost.with_plugins(

@@ -86,6 +86,7 @@ def test_unknown_keys_no_keys_and_wrong_server_keys_get_no_answer(keyed, connect
     assert good.stats()["counters"]["keys_refused"] == 0, "they were turned away before anybody read what they sent"
 
 
+@pytest.mark.slow
 def test_without_an_authenticator_nobody_is_let_in(context, tmp_path):
     """What protects when the thread that knows the keys is gone."""
     from maru_core.access import KeyRing

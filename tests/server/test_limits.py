@@ -77,6 +77,7 @@ def greet(address: str) -> socket.socket:
 # -- faults --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nothing_that_a_sweep_a_chore_or_a_turn_raises_ends_the_loop(context):
     called = []
 
@@ -156,6 +157,7 @@ def test_frames_of_one_message_are_dropped_a_turn_at_a_time(context):
         rude.close()
 
 
+@pytest.mark.slow
 def test_half_a_message_that_grows_for_ever_is_cut_off(context):
     """ZeroMQ gathers it where nobody sees it: only the memory of the process tells."""
     grown = [0]
@@ -181,6 +183,7 @@ def test_half_a_message_that_grows_for_ever_is_cut_off(context):
         good.close()
 
 
+@pytest.mark.slow
 def test_the_private_socket_is_made_again_after_hanging_up(context, runtime_dir):
     chores = []
     url = f"ipc://{runtime_dir}/server.sock"
@@ -215,6 +218,7 @@ def test_memory_that_hanging_up_does_not_free_is_the_servers_own():
 # -- connections and sessions --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_connections_over_the_limit_are_hung_up_on(context):
     with served(context, connections=20) as (_, handlers, address):
         good = RawClient(context, address, 10)
@@ -243,6 +247,7 @@ def test_connections_over_the_limit_are_hung_up_on(context):
         late.close()
 
 
+@pytest.mark.slow
 def test_a_connection_that_does_not_greet_is_closed(context):
     with served(context) as (_, _, address):
         host, port = address.removeprefix("tcp://").split(":")

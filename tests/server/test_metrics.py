@@ -154,12 +154,14 @@ def test_nonsense_gets_no_metrics(listener, data):
     assert get(listener.address, "/healthz") == (200, "ok\n")
 
 
+@pytest.mark.slow
 def test_a_slow_client_is_cut_off(listener):
     started = time.monotonic()
     assert raw(listener.address, b"GET /metrics HTTP/1.1\r\n") == b""
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_is_cut_off(listener):
     host, port = listener.address.rsplit(":", 1)
     with socket.create_connection((host, int(port))) as plain:
@@ -169,6 +171,7 @@ def test_a_client_that_does_not_read_is_cut_off(listener):
         wait_for(lambda: listener._connections == 0)
 
 
+@pytest.mark.slow
 def test_idle_connections_keep_nobody_out(listener):
     host, port = listener.address.rsplit(":", 1)
     held = [socket.create_connection((host, int(port))) for _ in range(MAX_CONNECTIONS)]

@@ -115,6 +115,7 @@ def test_what_would_run_when_unpickled_runs_nowhere(start_server, connect, conte
     assert not marker.exists()
 
 
+@pytest.mark.slow
 def test_files_are_private_whatever_the_mask(maru_runtime_dir: Path) -> None:
     folder = maru_runtime_dir / "run"
     code = "import os, sys; os.umask(0); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"

@@ -152,6 +152,7 @@ def chat(seed: int, pause: float, more: float) -> list[tuple[float, list[bytes]]
     return sorted(requests)
 
 
+@pytest.mark.slow
 def test_it_serves_more_of_conversations_with_pauses_than_least_recently_used():
     requests = chat(1, 60.0, 0.5)
     assert replay(reuse_policy, requests, 200) > 1.2 * replay(least_recently_used, requests, 200)
@@ -189,6 +190,7 @@ def test_what_comes_back_after_a_pause_is_worth_most_shortly_before():
     assert len(kind.worth) == BINS + 1
 
 
+@pytest.mark.slow
 def test_stretches_that_are_remembered_are_bounded():
     now = 0.0
     policy = reuse_policy(0, 8, lambda: now)()

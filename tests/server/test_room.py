@@ -33,6 +33,7 @@ def full(count: int, batch: int, chain: bool = True, length: int = GRANULE) -> W
     return world
 
 
+@pytest.mark.slow
 def test_two_batches_are_kept_free():
     world = full(1000, 4)
     assert make_ahead(world) == 8
@@ -70,6 +71,7 @@ def test_a_chain_loses_its_tail():
     assert world.directory.probe(session, keys(0, 20)) == b"\1" * 10 + bytes(10)
 
 
+@pytest.mark.slow
 def test_many_are_evicted_together_when_they_lie_together():
     world = full(4000, 20)
     assert make_ahead(world) == 40

@@ -280,6 +280,7 @@ def test_objects_spread_over_two_pools(start_server, connect):
         region.close()
 
 
+@pytest.mark.slow
 def test_run_server_needs_no_main_thread(runtime_dir, context):
     """Embedded in a thread it serves until it is idle, and sets no signal handler."""
     from maru_core.contracts import PoolPlan

@@ -83,6 +83,7 @@ def opener(driver: FakeDriver, way: str, seed: int = 1) -> Callable[..., Any]:
     return open_
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -92,6 +93,7 @@ def test_stored_objects_hold_what_the_naive_reader_reads(driver, way: str, name:
     assert driver.counts()["misaligned"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -338,6 +340,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_mistake_in_the_native_code_is_caught(tmp_path, mutation):
     """The tests above bite: each of these makes at least one of them fail."""

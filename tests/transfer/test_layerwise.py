@@ -80,6 +80,7 @@ def opener(driver: FakeDriver, way: str, memory: FakeMemory | None = None) -> Ca
     return open_
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("way", WAYS)
@@ -179,6 +180,7 @@ class Scene:
         self.driver.hooks.cuStreamDestroy_v2(self.stream)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -514,6 +516,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_mistake_in_the_native_code_is_caught(tmp_path, mutation):
     """The tests above bite: each of these makes at least one of them fail."""
