@@ -20,7 +20,7 @@ from maru_core.config import MaruConfig
 from maru_core.errors import MaruError
 from maru_integrations.vllm import compat, setup
 from maru_integrations.vllm.answers import Answers
-from maru_integrations.vllm.engines import EngineChooser
+from maru_integrations.vllm.engines import EngineChooser, NoEngine
 from maru_integrations.vllm.guard import Guard
 from maru_integrations.vllm.metadata import UNAVAILABLE, MaruConnectorMetadata, MaruHandshake, StoreOp
 from maru_integrations.vllm.stats import MaruPromMetrics, MaruStats
@@ -219,11 +219,13 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             log_timing=plan.config.log_timing,
         )
         self._guard.run("connect", lambda: None, self._connect_worker, worker)
-        return worker
+        return worker if self._refused is None else None
 
     def _connect_worker(self, worker: MaruWorker) -> None:
         try:
             worker.connect()
+        except NoEngine as error:
+            self._refuse(str(error), tell=False)
         except MaruError as error:
             # The scheduler side meets the same server and tells; what only the worker meets, its first step tells.
             self._log.info("maru.worker_not_connected", reason=str(error), next="tried again by the first request")

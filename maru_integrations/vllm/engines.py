@@ -12,6 +12,10 @@ from maru_core.host import PluginHost
 from maru_transfer.selection import Choice, Pages, choose
 
 
+class NoEngine(TransferError):
+    """By its settings this engine has nothing that moves its pages; to try again is of no use."""
+
+
 @define
 class EngineChooser:
     """Chooses for one worker, as often as it connects; speaks again only when the outcome is another one."""
@@ -19,7 +23,7 @@ class EngineChooser:
     _told: Choice | None = None
 
     def choose(self, host: PluginHost, config: MaruConfig, pages: Pages) -> TransferEngine:
-        """The engine that is to move ``pages``. Raises TransferError with every reason when there is none."""
+        """The engine that is to move ``pages``. Raises NoEngine with every reason when there is none."""
         choice = choose(
             host.engines(), host.engine, pages, wanted=config.transfer_engine, excluded=config.transfer_exclude
         )
@@ -27,7 +31,7 @@ class EngineChooser:
             self._told = choice
             _tell(choice, sorted(host.engines()))
         if choice.chosen is None:
-            raise TransferError(choice.refusal())
+            raise NoEngine(choice.refusal())
         return host.engine(choice.chosen)
 
 

@@ -79,13 +79,17 @@ class Loader:
         """Load these when their turn comes, after what the calling thread's stream was told so far."""
         if not ops:
             return
-        fence = self._lane.fence()
+        try:
+            fence = self._lane.fence()
+        except Exception as error:  # noqa: BLE001 - the device's; whatever it is, these loads failed
+            for op in ops:
+                self._refuse(op, f"no event of the device: {error}", UNAVAILABLE)
+            return
         for op in ops:
             problem = problem_of(op, self._shape)
             chunks = chunks_of(op, self._shape)
             if problem is not None or chunks < 1:
-                self._log.warning("maru.load_error", request=op.request_id, error=problem or "nothing to load")
-                self._answers.load_ended(op, 0, failed_blocks(op, self._shape, 0))
+                self._refuse(op, problem or "nothing to load")
                 continue
             whole = self._early(op) and not self._told_plain
             cuts = cut(chunks, self._shape, chunks * self._shape.nbytes if whole else self._settings.piece_bytes)
@@ -93,6 +97,10 @@ class Loader:
                 self._queue.add(op, fence, cuts, self._clock())
                 self._ready.notify()
         self._revive()
+
+    def _refuse(self, op: LoadOp, why: str, reason: str = "") -> None:
+        self._log.warning("maru.load_error", request=op.request_id, error=why)
+        self._answers.load_ended(op, 0, failed_blocks(op, self._shape, 0), reason)
 
     def cancel(self, load_ids: Collection[int]) -> None:
         """Nobody waits for these: stop soon. Those whose requests went on already are stopped before this returns."""
@@ -116,7 +124,7 @@ class Loader:
             ended = self._queue.expire(now)
             stuck = self._queue.stuck(now)
             if self._thread is not None and not self._thread.is_alive():
-                ended += self._abandon()
+                ended += self._abandon("the thread that loads ended")
         self._deliver(ended)
         if stuck is not None and stuck is not self._stuck:
             self._stuck = stuck
@@ -160,14 +168,20 @@ class Loader:
         with self._ready:
             if self._closing or (self._thread is not None and self._thread.is_alive()) or not self._queue.jobs:
                 return
-            self._thread = threading.Thread(target=self._run, name="maru-load", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="maru-load", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads; the next load tries again
+                ended = self._abandon(f"the thread that loads: {error}")
+            else:
+                self._thread, ended = thread, []
+        self._deliver(ended)
 
-    def _abandon(self) -> list[Ended]:
+    def _abandon(self, why: str) -> list[Ended]:
         self._thread = None
         for job in self._queue.jobs:
             self._queue.end_copy(job)
-        return self._queue.end_all(UNAVAILABLE, "the thread that loads ended")
+        return self._queue.end_all(UNAVAILABLE, why)
 
     # -- on the loader's thread ------------------------------------------------------------------------------------
 

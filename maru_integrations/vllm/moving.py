@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 from attrs import define
 
+from maru_core import logs
 from maru_core.client import MaruHandler
 from maru_core.contracts import Transfer
+from maru_core.foreign import pass_interrupt, show
 from maru_core.geometry import ObjectLayout
 from maru_core.protocol import CommitStatus, ReserveStatus
 from maru_integrations.vllm.copies import ChunkShape, StoreItems, load_copies, store_copies
@@ -36,11 +38,25 @@ class Link:
         return self.storing or self.transfer
 
     def close(self) -> None:
-        """Let go of the pages, unmap, end the session."""
+        """Let go of the pages, unmap, end the session.
+
+        What a transfer raises is told. Whether it still copies is not known then, so its session is kept.
+        """
+        closed = True
         for transfer in (self.storing, self.transfer):
-            if transfer is not None:
-                transfer.close()
-        self.handler.close()
+            try:
+                if transfer is not None:
+                    transfer.close()
+            except BaseException as error:  # noqa: BLE001 - a plugin's code, see pass_interrupt
+                pass_interrupt(error)
+                closed = False
+                logs.get_logger(__name__).warning(
+                    "maru.transfer_not_closed",
+                    transfer=type(transfer).__name__,
+                    error=show(error),
+                    effect="session and memory are kept until the process ends",
+                )
+        self.handler.close(may_end=closed)
 
     def abandon(self) -> None:
         """A copy has not returned: what it touches stays mapped, and this session's, until the process ends."""

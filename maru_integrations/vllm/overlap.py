@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Sequence
 
 from attrs import define, field
 
+from maru_core import logs
 from maru_core.contracts import LayeredLoad
-from maru_core.errors import TransferError
+from maru_core.foreign import pass_interrupt, show
 from maru_integrations.vllm.metadata import LoadOp
 
 
@@ -56,16 +57,20 @@ class LoadsInUse:
         """Loads whose blocks a step may read while they still arrive."""
         return [underway.op for underway in self._in_use()]
 
-    def wait_layer(self, layer: int) -> None:
-        """What the calling thread's stream runs later comes after that layer of all loads in use.
+    def wait_layer(self, layer: int) -> list[LoadOp]:
+        """What the calling thread's stream runs later comes after that layer of all loads in use but the returned ones.
 
-        A load that fails here is answered by the thread that made it.
+        Those could not be waited for, so what is read of them now is undefined, however they end. Whatever a load
+        raises, the others are waited for.
         """
+        unread = []
         for underway in self._in_use():
             try:
                 underway.load.wait_layer(layer)
-            except TransferError:
-                continue
+            except BaseException as error:  # noqa: BLE001 - a plugin's code, see pass_interrupt
+                pass_interrupt(error)
+                unread.append(underway.op)
+        return unread
 
     def settle(self, timeout: float) -> bool:
         """Wait until every load in use has ended and been answered: only then is it known what a step has read.
@@ -79,7 +84,7 @@ class LoadsInUse:
         with self._lock:
             chosen = [underway for underway in self._loads.values() if unwanted(underway.op)]
         for underway in chosen:
-            underway.load.cancel()
+            _cancel(underway.load)
         for underway in chosen:
             underway.ended.wait()
 
@@ -88,11 +93,20 @@ class LoadsInUse:
         with self._lock:
             loads = list(self._loads.values())
         for underway in loads:
-            underway.load.cancel()
+            _cancel(underway.load)
 
     def _in_use(self) -> list[_Underway]:
         with self._lock:
             return [underway for underway in self._loads.values() if underway.in_use]
+
+
+def _cancel(load: LayeredLoad) -> None:
+    """What cannot be stopped goes on to its end, for which everybody waits anyway."""
+    try:
+        load.cancel()
+    except BaseException as error:  # noqa: BLE001 - a plugin's code, see pass_interrupt
+        pass_interrupt(error)
+        logs.get_logger(__name__).warning("maru.load_not_stopped", load=type(load).__name__, error=show(error))
 
 
 class LayerHooks:

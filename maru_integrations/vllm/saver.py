@@ -12,6 +12,7 @@ from attrs import frozen
 
 from maru_core import logs
 from maru_core.errors import Unavailable
+from maru_core.foreign import show
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape, items_of
 from maru_integrations.vllm.loadqueue import cut
@@ -61,7 +62,12 @@ class Saver:
         """Store these when their turn comes, after what the calling thread's stream was told so far."""
         if not ops:
             return
-        fence = self._lane.fence()
+        try:
+            fence = self._lane.fence()
+        except Exception as error:  # noqa: BLE001 - the device's; whatever it is, these stores failed
+            self._tell_once(error)
+            self._deliver([Saved(op, 0, ERROR) for op in ops])
+            return
         for op in ops:
             nbytes = -(-len(op.keys) * self._shape.nbytes // self._shape.objects)
             cuts = cut(len(op.keys) // self._shape.objects, self._shape, self._settings.piece_bytes)
@@ -119,8 +125,15 @@ class Saver:
         with self._ready:
             if self._closing or (self._thread is not None and self._thread.is_alive()) or not self._queue.jobs:
                 return
-            self._thread = threading.Thread(target=self._run, name="maru-store", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="maru-store", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads; the next store tries again
+                self._tell_once(error)
+                self._thread, ended = None, self._queue.end_all(ERROR)
+            else:
+                self._thread, ended = thread, []
+        self._deliver(ended)
 
     # -- on the saver's thread -------------------------------------------------------------------------------------
 
@@ -153,10 +166,7 @@ class Saver:
             reason = UNAVAILABLE
         except BaseException as error:  # noqa: BLE001 - whatever it is, this store failed and the next ones go on
             reason = ERROR
-            kind = type(error).__name__
-            if kind not in self._told:
-                self._told.add(kind)
-                self._log.warning("maru.store_skipped", error=str(error), kind=kind, told="once per kind")
+            self._tell_once(error)
         with self._ready:
             ended = self._queue.moved(job, kept, reason)
         if self._settings.log_timing:
@@ -183,6 +193,12 @@ class Saver:
                     self._ready.notify_all()
 
     # -- on either ---------------------------------------------------------------------------------------------------
+
+    def _tell_once(self, error: BaseException) -> None:
+        kind = type(error).__name__
+        if kind not in self._told:
+            self._told.add(kind)
+            self._log.warning("maru.store_skipped", error=show(error), kind=kind, told="once per kind")
 
     def _deliver(self, ended: Sequence[Saved]) -> None:
         for end in ended:

@@ -11,6 +11,7 @@ from attrs import define, frozen
 
 from maru_core import logs
 from maru_core.errors import BackendError, TransferError, Unavailable
+from maru_core.foreign import pass_interrupt, show
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape, chunks_of, failed_blocks, items_of, problem_of
 from maru_integrations.vllm.loader import Loader, LoaderSettings
@@ -105,6 +106,8 @@ class MaruWorker:
         self._distrusted_steps = 0
         #: Loads that this step's forward pass reads layer by layer while they arrive.
         self._read_early: list[LoadOp] = []
+        #: Loads, by id, that this step's forward pass read although it could not wait for them.
+        self._read_undefined: dict[int, LoadOp] = {}
         #: Asynchronous stores of a step whose ``wait_for_save`` has not come (0.22 leaves it out of empty steps).
         self._announced: list[StoreOp] = []
         self._weights_epoch = 0
@@ -145,7 +148,7 @@ class MaruWorker:
         arriving = in_use.ops()
         if self._hooks.begin_step(whole_graph, bool(arriving)):
             for layer in range(len(self._hooks.index)):
-                in_use.wait_layer(layer)
+                self._wait_layer(layer)
         else:
             self._read_early = arriving
 
@@ -160,9 +163,10 @@ class MaruWorker:
             good, reason = 0, ""
             try:
                 good = self._load(op)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the scheduler must hear that this load failed
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the scheduler must hear that this load failed
+                pass_interrupt(error)
                 reason = UNAVAILABLE if isinstance(error, Unavailable | BackendError) else ""
-                self._log.warning("maru.load_error", request=op.request_id, error=str(error))
+                self._log.warning("maru.load_error", request=op.request_id, error=show(error))
             failed = failed_blocks(op, self._shape, good)
             if failed:
                 self._load_failed = True
@@ -187,7 +191,12 @@ class MaruWorker:
             return
         layer = self._hooks.called(name)
         if layer is not None:
-            self._loader.in_use.wait_layer(layer)
+            self._wait_layer(layer)
+
+    def _wait_layer(self, layer: int) -> None:
+        if self._loader is not None:
+            for op in self._loader.in_use.wait_layer(layer):
+                self._read_undefined[op.load_id] = op
 
     def _failed_late(self) -> None:
         self._distrusted_steps = _STEPS_IN_FLIGHT
@@ -222,10 +231,17 @@ class MaruWorker:
                 requests=[op.request_id for op in arriving],
                 effect="what was loaded while this step ran counts as failed; requests wait for all layers from now on",
             )
-            self._failed_late()
-            for op in arriving:
-                self._answers.blocks_failed(failed_blocks(op, self._shape, 0))
+            self._distrust(arriving)
+        undefined, self._read_undefined = self._read_undefined, {}
+        if undefined:
+            self._distrust(list(undefined.values()))
         self._loader.settle()
+
+    def _distrust(self, read: Sequence[LoadOp]) -> None:
+        """The step read these before they were there, if they ever will be."""
+        self._failed_late()
+        for op in read:
+            self._answers.blocks_failed(failed_blocks(op, self._shape, 0))
 
     def _submit_announced(self) -> None:
         announced, self._announced = self._announced, []
@@ -257,11 +273,12 @@ class MaruWorker:
         except Unavailable:
             reason = UNAVAILABLE
             self._patience.failed(start, time.perf_counter())
-        except Exception as error:  # noqa: BLE001 - a store that fails is a store less
+        except BaseException as error:  # noqa: BLE001 - a store that fails is a store less
+            pass_interrupt(error)
             kind = type(error).__name__
             if kind not in self._told:
                 self._told.add(kind)
-                self._log.warning("maru.store_skipped", error=str(error), kind=kind, told="once per kind")
+                self._log.warning("maru.store_skipped", error=show(error), kind=kind, told="once per kind")
         self._answers.dropped(reason, len(items) - kept)
         if self._log_timing:
             took = round((time.perf_counter() - start) * 1000, 2)

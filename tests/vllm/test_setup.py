@@ -526,3 +526,33 @@ def test_a_server_that_cannot_start_is_one_warning(
     assert text in loud[0]["reason"]
     assert not any("exc_info" in entry for entry in logs)
     assert scheduler.get_num_new_matched_tokens(SimpleNamespace(request_id="r"), 0) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("extra", "texts"),
+    [
+        ({"maru_transfer_engine": "nope"}, ("maru_transfer_engine=nope", "torch-copy")),
+        ({"maru_transfer_engine": "kernel"}, ("maru_transfer_engine=kernel", "CUDA")),
+        ({"maru_transfer_exclude": "torch-copy,kernel,layerwise"}, ("maru_transfer_exclude",)),
+    ],
+)
+def test_settings_that_leave_no_transfer_engine_are_one_warning_and_no_hits(
+    model_folder: str, maru_runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any], texts: list[str]
+) -> None:
+    """Otherwise every hit would be promised, fail to load and be computed, for as long as the engine runs."""
+    from tests.vllm.fake_store import FakeHandler, FakeStore
+
+    handler = FakeHandler(FakeStore())
+    monkeypatch.setattr(setup, "connect", lambda *args: handler)
+    monkeypatch.setattr(compat, "attention_backend", lambda *args: "FLASH_ATTN")
+    config = real_config(model_folder, **{"maru_runtime_dir": str(maru_runtime_dir), **extra})
+    scheduler = MaruKVConnector(config, KVConnectorRole.SCHEDULER, kv_config(full()))
+    worker = MaruKVConnector(config, KVConnectorRole.WORKER, kv_config(full()))
+    with capture_logs() as logs:
+        worker.register_kv_caches({"model.layers.0.attn": torch.zeros(2, 8, 16, 2, 64, dtype=torch.bfloat16)})
+        scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+    (warning,) = [entry for entry in logs if entry["log_level"] not in ("info", "debug")]
+    assert warning["event"] == "maru.disabled"
+    assert all(text in warning["reason"] for text in texts)
+    assert handler.closed
+    assert scheduler.get_num_new_matched_tokens(SimpleNamespace(request_id="r"), 0) == (0, False)

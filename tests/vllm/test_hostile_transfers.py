@@ -1,0 +1,188 @@
+"""Transfer engines that misbehave, and a process that gets no more threads: loads and stores are lost, no more."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from attrs import evolve
+from structlog.testing import capture_logs
+
+pytest.importorskip("vllm")
+
+from maru_core.errors import TransferError
+from maru_integrations.vllm.answers import Answers
+from maru_integrations.vllm.loader import LoaderSettings
+from maru_integrations.vllm.metadata import ERROR, UNAVAILABLE, LoadResult, MaruConnectorMetadata, StoreResult
+from maru_integrations.vllm.moving import Link
+from maru_integrations.vllm.overlap import LoadsInUse
+from maru_integrations.vllm.streams import HostLane
+from maru_integrations.vllm.worker import MaruWorker, Threads
+from tests.vllm.test_loader_saver import LAYERS, SHAPE, STORED, World, closing
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+class Odd(BaseException):
+    """No Exception, as SystemExit is none."""
+
+
+ERRORS = [TransferError("injected"), RuntimeError("injected"), Odd("injected")]
+
+
+class NoFence(HostLane):
+    """A device that gives no event."""
+
+    def fence(self) -> Any:
+        raise RuntimeError("injected")
+
+
+def no_more_threads(patch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    patch.setattr(threading.Thread, "start", start)
+
+
+def test_loads_without_a_thread_fail_and_the_next_one_tries_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = world.loader()
+    with closing(world, loader):
+        with monkeypatch.context() as patch:
+            no_more_threads(patch)
+            loader.submit([world.load(1, 1), world.load(2, 2)])
+            world.take()
+            assert world.heard.loads == [LoadResult(1, 0, UNAVAILABLE), LoadResult(2, 0, UNAVAILABLE)]
+            assert world.failed == {1, 2}
+            assert loader.close() is True, "nothing to join"
+        loader = world.loader()
+        loader.submit([world.load(3, 3)])
+        world.until(loads=3)
+        assert loader.close() is True
+    assert world.heard.loads[-1] == LoadResult(3, 1)
+
+
+def test_stores_without_a_thread_are_skipped_and_the_next_one_tries_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = world.saver()
+    with closing(world, saver):
+        with monkeypatch.context() as patch:
+            no_more_threads(patch)
+            saver.submit([world.save(1, 1)], 0)
+            world.take()
+            assert world.heard.stored == [StoreResult(1, 0, ERROR)]
+        saver.submit([world.save(2, 2)], 0)
+        world.until(stores=2)
+    assert world.is_stored(2)
+
+
+def test_what_cannot_be_ordered_after_the_step_is_not_copied(world: World) -> None:
+    loader, saver = world.loader(lane=NoFence()), world.saver()
+    saver._lane = NoFence()
+    with closing(world, loader, saver):
+        loader.submit([world.load(1, 1)])
+        saver.submit([world.save(1, 2)], 0)
+        world.take()
+    assert world.heard.loads == [LoadResult(1, 0, UNAVAILABLE)]
+    assert world.heard.stored == [StoreResult(1, 0, ERROR)]
+    assert not world.pace.calls
+
+
+class Layers:
+    """A load by layer that says it is fine, and raises when it is waited for or stopped."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.waited: list[int] = []
+        self.cancelled = False
+
+    def layers_done(self) -> int:
+        return 1
+
+    def wait_layer(self, layer: int) -> None:
+        self.waited.append(layer)
+        if self.error is not None:
+            raise self.error
+
+    def finish(self) -> None:
+        """All is there."""
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_whatever_one_load_raises_the_others_are_waited_for_and_stopped(world: World, error: BaseException) -> None:
+    in_use, bad, good = LoadsInUse(), Layers(error), Layers()
+    op = world.load(1, 1)
+    in_use.begin(op, bad)
+    in_use.begin(world.load(2, 2), good)
+    in_use.use(["r1", "r2"])
+    assert in_use.wait_layer(0) == [op]
+    assert good.waited == [0]
+    in_use.stop()
+    assert good.cancelled
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_what_a_step_could_not_wait_for_counts_as_failed_even_if_the_load_ends_well(
+    world: World, error: BaseException
+) -> None:
+    """The step has read the blocks meanwhile: nobody knows what."""
+    worker = MaruWorker(
+        lambda: world.link,
+        world.answers,
+        SHAPE,
+        layer_names=[str(layer) for layer in range(LAYERS)],
+        threads=Threads(HostLane, LoaderSettings(release_after=1, num_layers=LAYERS)),
+    )
+    assert worker._loader is not None
+    op = world.load(1, 1, 2, overlap=True)
+    worker._loader.in_use.begin(op, Layers(error))
+    worker.begin(MaruConnectorMetadata(received=["r1"]), whole_graph=True)
+    worker._loader.in_use.end(1)
+    store = world.save(7, 5)
+    worker.store(MaruConnectorMetadata(stores=[store]))
+    world.take()
+    assert world.failed == {1, 2}
+    assert not world.is_stored(5), "computed in that step"
+    worker.close()
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("what", ["load", "store"])
+def test_within_a_step_nothing_that_a_transfer_raises_reaches_vllm(
+    world: World, error: BaseException, what: str
+) -> None:
+    worker = MaruWorker(lambda: world.link, Answers(), SHAPE)
+    world.pace.failures.append(error)
+    if what == "load":
+        worker.load([world.load(1, 1)])
+        worker._answers.take_finished()
+        assert worker._answers.take_failed_blocks() == {1}
+    else:
+        worker.store(MaruConnectorMetadata(stores=[evolve(world.save(0, 1), asynchronous=False)]))
+        assert not world.store.objects, "the reservation is given back"
+    worker.close()
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_transfer_that_cannot_be_closed_keeps_nobody_else_open(world: World, error: BaseException) -> None:
+    class Stubborn:
+        def close(self) -> None:
+            raise error
+
+    other = world.transfer()
+    with capture_logs() as logs:
+        Link(world.handler, other, STORED, Stubborn()).close()  # type: ignore[arg-type]
+    assert other.closed
+    assert world.handler.closed
+    assert [entry["transfer"] for entry in logs] == ["Stubborn"]
