@@ -102,13 +102,35 @@ def _watch(transfer: Any, compare: Callable[[str, Sequence[int], Sequence[Any]],
 
         return run
 
+    def watched_prepare(call: Any) -> Any:
+        def run(self: Any, block_ids: Sequence[int], copies: Sequence[Any]) -> Any:
+            return _WatchedRun(call(self, block_ids, copies), lambda done: compare("loaded", block_ids, copies[:done]))
+
+        return run
+
     own = vars(transfer)
+    if "prepare_load" in own:
+        transfer.prepare_load = watched_prepare(own["prepare_load"])
     if "store" in own:
         transfer.store = watched(own["store"], "stored")
     if "load" in own:
         transfer.load = watched(own["load"], "loaded")
     if "begin_load" in own:
         transfer.begin_load = watched_begin(own["begin_load"])
+
+
+class _WatchedRun:
+    """A prepared load that is compared when it has run."""
+
+    def __init__(self, load: Any, compare: Callable[[int], None]) -> None:
+        self._load = load
+        self._compare = compare
+        self.close = load.close
+
+    def run(self, brake: Any, least: int) -> int:
+        done: int = self._load.run(brake, least)
+        self._compare(done)
+        return done
 
 
 class _Watched:

@@ -57,6 +57,8 @@ struct maru_pages {
   uint32_t first_slot, submitted, retired, slices;
   double issued, waited; /* seconds of the last job */
   struct maru_layers *layers; /* who follows the job, or NULL */
+  const int32_t *brake;       /* enum maru_brake, set by anybody, or NULL */
+  uint32_t least, moved;      /* segments: of what MARU_YIELD leaves to be moved, and that were submitted */
   int followed;               /* the last job was: nobody's stream waits for its pages, so maru_cuda_wait does */
   int failed;
   char text[TEXT];
@@ -807,6 +809,24 @@ static int retire(struct maru_pages *pages, uint32_t left) {
   return MARU_OK;
 }
 
+/* Whether to submit no more, before segment `i`. */
+static int is_braked(const struct maru_pages *pages, uint32_t i) {
+  int32_t brake = pages->brake ? __atomic_load_n(pages->brake, __ATOMIC_RELAXED) : MARU_GO_ON;
+  return brake == MARU_STOP || (brake == MARU_YIELD && i >= pages->least);
+}
+
+/* The job ends before its last slice: nothing was recorded behind those that are its last ones now. */
+static int end_early(struct maru_pages *pages) {
+  const struct maru_driver *driver = &pages->cuda->driver;
+  char *text = pages->text;
+  const size_t room = TEXT;
+  for (uint32_t k = 0; k < pages->slots && k < pages->submitted; k++) {
+    uint32_t slot = slot_of(pages, pages->submitted - 1 - k);
+    TRY(EventRecord, pages->placed[slot], pages->lane[slot]);
+  }
+  return MARU_OK;
+}
+
 static int run(struct maru_pages *pages) {
   const struct maru_driver *driver = &pages->cuda->driver;
   const struct maru_job *job = &pages->job;
@@ -819,6 +839,10 @@ static int run(struct maru_pages *pages) {
     uint32_t end = i + 1;
     while (end < job->segment_count && job->segments[end].slice == job->segments[i].slice) end++;
     STEP(go_on(pages));
+    if (is_braked(pages, i)) {
+      STEP(end_early(pages));
+      break;
+    }
     if (pages->submitted - pages->retired >= job->window) STEP(retire(pages, job->window - job->burst));
     /* The CPU itself uses the slot's bounce buffer. */
     if (job->segments[i].way == MARU_BOUNCED) STEP(retire(pages, pages->slots - 1));
@@ -828,7 +852,7 @@ static int run(struct maru_pages *pages) {
                                      : store_slice(pages, slot, &job->segments[i], &job->segments[end]));
     pages->submitted++;
     if (pages->layers) STEP(complete(pages, slot, job->segments[i].layers));
-    i = end;
+    pages->moved = i = end;
   }
   if (pages->layers) {
     /* Layers of which there was nothing to move have events that were never recorded, which count as run. */
@@ -878,7 +902,7 @@ static int submit(struct maru_pages *pages, const struct maru_job *job, struct m
   pages->job = *job;
   pages->layers = layers, pages->followed = layers != NULL;
   pages->first_slot = slot_of(pages, pages->submitted);
-  pages->submitted = pages->retired = 0;
+  pages->submitted = pages->retired = pages->moved = 0;
   pages->slices = count_slices(job);
   pages->waited = 0;
   double began = now();
@@ -929,5 +953,21 @@ int maru_cuda_wait(struct maru_pages *pages) {
     pages->failed = 0;
   }
   leave(pages->cuda, before);
+  return status;
+}
+
+int maru_cuda_run(struct maru_pages *pages, const struct maru_job *job, const int32_t *brake, uint32_t least,
+                  int arrived, uint32_t *moved) {
+  if (!pages || !job || !moved) return MARU_E_NULL;
+  *moved = 0;
+  if (!is_idle(pages)) return submit(pages, job, NULL); /* which says why not */
+  pages->brake = brake, pages->least = least;
+  int status = submit(pages, job, NULL);
+  pages->brake = NULL;
+  if (status == MARU_E_ARGUMENT) return status; /* nothing was started */
+  pages->followed = arrived;
+  int waited = maru_cuda_wait(pages);
+  if (!status) status = waited;
+  if (!status) *moved = pages->moved;
   return status;
 }

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from attrs import frozen
 
+from maru_core.brake import Brake
 from maru_core.config import MaruConfig
 from maru_core.errors import BackendError
 from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
@@ -234,6 +235,33 @@ class LoadsByLayer(Protocol):
         Called by the thread that uses the transfer. Loads run one at a time, in the order in which they were begun, and
         other calls of the transfer wait for all of them; ``close`` cancels them.
         Raises TransferError, having begun nothing, as :meth:`Transfer.load` does for a request that makes no sense.
+        """
+
+
+class PreparedLoad(Protocol):
+    """A load that is planned and holds its buffers: what is left needs hardly any time of the interpreter."""
+
+    def run(self, brake: Brake, least: int) -> int:
+        """Do what :meth:`Transfer.load` does, once, and return how many of the copies, from the first, are complete.
+
+        All of them, unless ``brake`` was pulled: with Pull.YIELD it ends soon after ``least`` copies are complete, with
+        Pull.STOP soon. Ordered like :meth:`Transfer.load`, but when it returns every byte it moved is in the pages, for
+        every stream. Called by the thread that uses the transfer. Raises TransferError; then none of them is complete.
+        """
+
+    def close(self) -> None:
+        """Let go of the buffers. Idempotent; not while :meth:`run` is under way."""
+
+
+@runtime_checkable
+class PreparesLoads(Protocol):
+    """A :class:`Transfer` with this method plans a load before its turn, and does it in one piece that can be cut."""
+
+    def prepare_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedLoad:
+        """Plan what :meth:`Transfer.load` does; :meth:`PreparedLoad.close` must be called.
+
+        Another load may be running meanwhile, in another thread. Raises TransferError as :meth:`Transfer.load` does for
+        a request that makes no sense.
         """
 
 

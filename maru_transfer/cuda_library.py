@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 from attrs import frozen
 
+from maru_core.brake import Brake
 from maru_core.errors import TransferError
 from maru_core.geometry import ObjectLayout, PagedLayout
 from maru_transfer import build_info
@@ -167,6 +168,7 @@ class CudaLibrary:
         self.layers_done = function("maru_cuda_layers_done", status, pointer, pointer, pointer)
         self.layers_cancel = function("maru_cuda_layers_cancel", status, pointer)
         self.layers_error = function("maru_cuda_layers_error", status, pointer, text, size)
+        self.run = function("maru_cuda_run", status, pointer, pointer, pointer, count, ctypes.c_int, pointer)
         self.wait = function("maru_cuda_wait", status, pointer)
         self.times = function("maru_cuda_times", status, pointer, pointer, pointer)
         self.error = function("maru_cuda_error", text, pointer)
@@ -279,6 +281,25 @@ class CudaDevice:
         self._library.close(handle)
 
 
+def _raw(job: Job, how: Submission, stream: int) -> _Job:
+    return _Job(
+        job.segments.ctypes.data,
+        job.blocks.ctypes.data,
+        job.cuts.ctypes.data,
+        len(job.segments),
+        len(job.blocks),
+        job.first_place,
+        len(job.cuts),
+        job.direction,
+        how.window,
+        how.burst,
+        how.grid,
+        how.one_by_one,
+        how.fold,
+        stream,
+    )
+
+
 class CudaPages:
     """Pages of one engine rank, bound. Used by one thread at a time."""
 
@@ -297,26 +318,31 @@ class CudaPages:
         ``layers``: who follows it, in place of the stream.
         """
         self._job = job
-        raw = _Job(
-            job.segments.ctypes.data,
-            job.blocks.ctypes.data,
-            job.cuts.ctypes.data,
-            len(job.segments),
-            len(job.blocks),
-            job.first_place,
-            len(job.cuts),
-            job.direction,
-            how.window,
-            how.burst,
-            how.grid,
-            how.one_by_one,
-            how.fold,
-            stream,
-        )
+        raw = _raw(job, how, stream)
         if layers is None:
             self._check(self._library.submit(self._handle, ctypes.byref(raw)))
         else:
             self._check(self._library.submit_layers(self._handle, ctypes.byref(raw), layers.handle))
+
+    def run(
+        self,
+        job: Job,
+        how: Submission,
+        stream: int,
+        brake: Brake | None = None,
+        least: int = 0,
+        *,
+        arrived: bool = False,
+    ) -> int:
+        """Move a job in one call and return how many of its segments were moved, all unless ``brake`` was used.
+
+        ``least``: segments before Brake.YIELD counts. ``arrived``: return when pages were written, too. TransferError.
+        """
+        raw, moved = _raw(job, how, stream), ctypes.c_uint32()
+        address = None if brake is None else brake.address
+        status = self._library.run(self._handle, ctypes.byref(raw), address, least, arrived, ctypes.byref(moved))
+        self._check(status)
+        return moved.value
 
     def wait(self) -> None:
         """Until the job's host memory may be used again. Raises TransferError."""

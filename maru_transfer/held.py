@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from maru_core.contracts import LayeredLoad, LoadsByLayer, Transfer
+from maru_core.contracts import LayeredLoad, LoadsByLayer, PreparedLoad, Transfer
 from maru_core.geometry import ChunkCopy
 from maru_transfer.pinning import PinnedPools
+from maru_transfer.prepared import prepare
 
 
 class HeldTransfer:
@@ -26,6 +27,14 @@ class HeldTransfer:
         """Pages to objects."""
         with self._pools.held():
             self._transfer.store(block_ids, copies)
+
+    def prepare_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedLoad:
+        """A load that is planned now; nothing is unregistered from now on until it is closed."""
+        with ExitStack() as held:
+            # What it plans by holds only as long as nothing is unregistered.
+            held.enter_context(self._pools.held())
+            load = prepare(self._transfer, block_ids, copies)
+            return _HeldPrepared(load, held.pop_all())
 
     @property
     def staging_bytes(self) -> int:
@@ -52,6 +61,20 @@ class HeldByLayer(HeldTransfer):
             held.enter_context(self._pools.held())
             load = self._by_layer.begin_load(block_ids, copies)
             return _HeldLoad(load, held.pop_all())
+
+
+class _HeldPrepared:
+    """A prepared load that lets go of the pools when it is closed."""
+
+    def __init__(self, load: PreparedLoad, held: ExitStack) -> None:
+        self._load = load
+        self._held = held
+        self.run = load.run
+
+    def close(self) -> None:
+        """Let go of the buffers, then of the pools."""
+        with self._held:
+            self._load.close()
 
 
 class _HeldLoad:

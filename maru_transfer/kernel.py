@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from attrs import field, frozen
 
-from maru_core.contracts import Transfer
+from maru_core.brake import Brake
+from maru_core.contracts import PreparedLoad, Transfer
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
 from maru_transfer.plan import mismatch, plan_pieces
@@ -128,6 +129,13 @@ class KernelTransfer:
 
         self._move(STORE, block_ids, copies)
 
+    def prepare_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedLoad:
+        """See :class:`maru_core.contracts.PreparesLoads`."""
+        from maru_transfer.cuda_library import LOAD
+
+        held, job = self._plan(LOAD, block_ids, copies)
+        return _Prepared(held, job, len(copies), self._run_prepared)
+
     def close(self) -> None:
         """Wait for what is under way, give staging and locked memory back, let go of the tensors."""
         if self._closed:
@@ -142,13 +150,20 @@ class KernelTransfer:
     def _move(self, direction: int, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
         held, job = self._plan(direction, block_ids, copies)
         try:
-            self._submit(job)
+            # One native call: each return from one must wait for the interpreter's lock, which an engine may hold.
+            if self._lacks_bounce(job):
+                self._take_bounce()
+            self._pages.run(job, self._how, self._memory.stream())
         finally:
-            # Also after an error: no copy may still touch pages or buffers once the call has returned.
-            try:
-                self._pages.wait()
-            finally:
-                held.release()
+            held.release()
+
+    def _run_prepared(self, job: Job, brake: Brake, least: int) -> int:
+        """Segments that were moved. ``least``: segments."""
+        if self._closed:
+            raise TransferError("this transfer is closed")
+        if self._lacks_bounce(job):
+            self._take_bounce()
+        return self._pages.run(job, self._how, self._memory.stream(), brake, least, arrived=True)
 
     def _plan(
         self, direction: int, block_ids: Sequence[int], copies: Sequence[ChunkCopy], *, by_layer: bool = False
@@ -192,6 +207,37 @@ class KernelTransfer:
             raise TransferError(f"no {nbytes} bytes of locked memory: {error}") from error
         self.locked_bytes = nbytes
         self._pages.set_bounce(address)
+
+
+class _Prepared:
+    """Implements PreparedLoad for a job whose segments are in the order of the copies."""
+
+    def __init__(self, held: Exports, job: Job, count: int, run: Callable[[Job, Brake, int], int]) -> None:
+        self._held = held
+        self._job = job
+        self._count = count
+        self._run = run
+
+    def run(self, brake: Brake, least: int) -> int:
+        """All in one native call."""
+        owners = self._owners()
+        behind = [first for first, owner in enumerate(owners) if owner >= least]
+        moved = self._run(self._job, brake, behind[0] if behind else len(owners))
+        # A copy is complete when no segment of it, nor of one before it, is left.
+        return min(owners[moved:], default=self._count)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._held.release()
+
+    def _owners(self) -> list[int]:
+        """The copy of each segment: the first whose object has the last address that is not behind the segment's."""
+        addresses = self._held.addresses
+        order = addresses.argsort(kind="stable")
+        ascending = addresses[order]
+        found = ascending.searchsorted(self._job.segments["host"].astype(addresses.dtype), side="right") - 1
+        owners: list[int] = order[ascending.searchsorted(ascending[found])].tolist()
+        return owners
 
 
 @frozen

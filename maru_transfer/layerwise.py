@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import frozen
 
+from maru_core.brake import Brake
 from maru_core.contracts import LayeredLoad
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy
@@ -63,6 +64,10 @@ class LayerwiseTransfer(KernelTransfer):
     def _move(self, direction: int, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
         self._thread.settle()
         super()._move(direction, block_ids, copies)
+
+    def _run_prepared(self, job: Job, brake: Brake, least: int) -> int:
+        self._thread.settle()
+        return super()._run_prepared(job, brake, least)
 
     def _run(self, held: Exports, job: Job, layers: CudaLayers) -> None:
         try:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
 from attrs import frozen
 
 from maru_core import logs
+from maru_core.brake import Brake
 from maru_core.contracts import LayeredLoad, LoadsByLayer
-from maru_core.errors import BackendError, Unavailable
+from maru_core.errors import BackendError, TransferError, Unavailable
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape, chunks_of, failed_blocks, load_copies, problem_of
 from maru_integrations.vllm.loadqueue import Ended, LoadJob, LoadQueue, cut
 from maru_integrations.vllm.metadata import CANCELLED, UNAVAILABLE, LoadOp
-from maru_integrations.vllm.moving import Link, fetch, leading
+from maru_integrations.vllm.moving import Link, fetch_until, leading
 from maru_integrations.vllm.overlap import LoadsInUse
 from maru_integrations.vllm.streams import Lane
 
@@ -27,10 +29,13 @@ _LOOK = 0.0003
 #: How long vLLM's thread waits for a load that is in use before it looks at deadlines again, in seconds.
 _PATIENCE = 0.1
 
+#: A copy that was asked to stop may take that long before it is told of, in seconds: nothing takes longer than a piece.
+_GRACE = 2.0
+
 
 @frozen
 class LoaderSettings:
-    """``piece_bytes``: large loads are cut into pieces of about that. ``release_after``: layers; 0: never early."""
+    """``piece_bytes``: a large load may be asked to yield after that. ``release_after``: layers; 0: never early."""
 
     piece_bytes: int = 256 << 20
     release_after: int = 0
@@ -66,8 +71,12 @@ class Loader:
         self._log = logs.get_logger(__name__)
         self._ready = threading.Condition()
         self._queue = LoadQueue()
+        #: Of the copy that is under way; set from what the queue says whenever that may have changed.
+        self._brake = Brake()
         self._closing = False
         self._thread: threading.Thread | None = None
+        #: A copy that is past its deadline, and since when that is known; and the one that was told of.
+        self._late: tuple[LoadJob, float] | None = None
         self._stuck: LoadJob | None = None
         self._told_plain = False
         #: Loads that may have been released.
@@ -95,6 +104,7 @@ class Loader:
             cuts = cut(chunks, self._shape, chunks * self._shape.nbytes if whole else self._settings.piece_bytes)
             with self._ready:
                 self._queue.add(op, fence, cuts, self._clock())
+                self._set_brake()
                 self._ready.notify()
         self._revive()
 
@@ -108,6 +118,7 @@ class Loader:
             return
         with self._ready:
             ended = self._queue.cancel(load_ids)
+            self._set_brake()
         self._deliver(ended)
         # A load that is not released yet will not be any more, and its blocks stay until it was answered.
         self.in_use.drain(lambda op: op.load_id in load_ids and self._is_released(op.load_id))
@@ -122,20 +133,29 @@ class Loader:
         now = self._clock()
         with self._ready:
             ended = self._queue.expire(now)
-            stuck = self._queue.stuck(now)
+            self._set_brake()
+            late = self._queue.late_copy(now)
             if self._thread is not None and not self._thread.is_alive():
                 ended += self._abandon("the thread that loads ended")
         self._deliver(ended)
-        if stuck is not None and stuck is not self._stuck:
-            self._stuck = stuck
+        self._watch(late, now)
+
+    def _watch(self, late: LoadJob | None, now: float) -> None:
+        """Tell, once, of a copy that was asked to stop and goes on; not of one that is only now seen to be late."""
+        if late is None:
+            self._late = None
+        elif self._late is None or self._late[0] is not late:
+            self._late = (late, now)
+        elif now - self._late[1] >= _GRACE and self._stuck is not late:
+            self._stuck = late
             self._log.error(
                 "maru.load_stuck",
-                request=stuck.op.request_id,
-                key=stuck.op.keys[stuck.good].hex(),
-                objects_done=stuck.good,
-                of=len(stuck.op.keys),
-                seconds=round(now - stuck.arrived, 2),
-                effect="the copy has not returned; its blocks stay reserved until it does",
+                request=late.op.request_id,
+                key=late.op.keys[late.good].hex(),
+                objects_done=late.good,
+                of=len(late.op.keys),
+                seconds=round(now - late.arrived, 2),
+                effect="a copy was told to stop and has not returned; its blocks stay reserved until it does",
             )
 
     def close(self, timeout: float = 2.0) -> bool:
@@ -143,6 +163,7 @@ class Loader:
         with self._ready:
             self._closing = True
             ended = self._queue.cancel({job.op.load_id for job in self._queue.jobs})
+            self._set_brake()
             self._ready.notify_all()
             thread = self._thread
         self._deliver(ended)
@@ -159,6 +180,9 @@ class Loader:
 
     def _early(self, op: LoadOp) -> bool:
         return op.overlap and 0 < self._settings.release_after < self._settings.num_layers
+
+    def _set_brake(self) -> None:
+        self._brake.pull = self._queue.pull(self._clock())
 
     def _is_released(self, load_id: int) -> bool:
         with self._ready:
@@ -186,7 +210,7 @@ class Loader:
     # -- on the loader's thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with self._lane.entered():
+        with self._lane.entered(), ThreadPoolExecutor(1, "maru-check") as beside:
             while True:
                 with self._ready:
                     while not self._queue.jobs and not self._closing:
@@ -197,27 +221,32 @@ class Loader:
                     job = self._queue.take()
                 self._deliver(ended)
                 if job is not None:
-                    self._work(job)
+                    self._work(job, beside)
 
-    def _work(self, job: LoadJob) -> None:
-        good, reason, why = 0, "", ""
+    def _work(self, job: LoadJob, beside: ThreadPoolExecutor) -> None:
+        tried, good, reason, why = 0, 0, "", ""
+        start = time.perf_counter()
         try:
-            good = self._move(job)
+            tried, good = self._move(job, beside)
         except BaseException as error:  # noqa: BLE001 - whatever it is, this load failed and the next ones go on
             why = f"{type(error).__name__}: {error}"
             # Then the objects are not at fault.
             reason = UNAVAILABLE if isinstance(error, Unavailable | BackendError) else ""
+        if tried:
+            self._answers.loads_took(tried * self._shape.nbytes // self._shape.objects, time.perf_counter() - start)
         with self._ready:
-            ended = self._queue.moved(job, good, self._clock(), reason, why)
+            ended = self._queue.moved(job, good, self._clock(), reason, why, tried)
         self._deliver(ended)
 
-    def _move(self, job: LoadJob) -> int:
-        link, op, piece = self._link(), job.op, job.piece
-        chunks = range(piece.start // self._shape.objects, piece.stop // self._shape.objects)
+    def _move(self, job: LoadJob, beside: ThreadPoolExecutor) -> tuple[int, int]:
+        """Objects of the rest that were copied, and that are proven."""
+        link, op, rest = self._link(), job.op, job.rest
+        # A chunk counts with all of its objects: what was moved of one only is moved again.
+        chunks = range(rest.start // self._shape.objects, rest.stop // self._shape.objects)
         if self._early(op):
             transfer = link.transfer
             if isinstance(transfer, LoadsByLayer):
-                return self._move_by_layer(job, chunks, link, transfer)
+                return self._move_by_layer(job, chunks, link, transfer, beside)
             if not self._told_plain:
                 self._told_plain = True
                 self._log.warning(
@@ -225,49 +254,68 @@ class Loader:
                     reason=f"the transfer engine ({type(transfer).__name__}) does not load layer by layer",
                     effect="requests go on when all layers are there",
                 )
-        return fetch(link, op, self._shape, chunks, partial(self._copying, job, len(chunks)))
+        return self._move_plainly(job, chunks, link, beside)
 
-    def _move_by_layer(self, job: LoadJob, chunks: range, link: Link, transfer: LoadsByLayer) -> int:
+    def _move_plainly(self, job: LoadJob, chunks: range, link: Link, beside: ThreadPoolExecutor) -> tuple[int, int]:
+        copying, least = partial(self._copying, job), len(job.piece)
+        moved, good = fetch_until(link, job.op, self._shape, chunks, copying, self._brake, least, beside)
+        if good == moved < len(chunks) * self._shape.objects:
+            moved = good = moved // self._shape.objects * self._shape.objects
+        return moved, good
+
+    def _move_by_layer(
+        self, job: LoadJob, chunks: range, link: Link, transfer: LoadsByLayer, beside: ThreadPoolExecutor
+    ) -> tuple[int, int]:
         """The whole load; its request may go on before it is complete, so every object is proven before that."""
         op = job.op
         located = link.handler.adopt(op.epoch, op.entries, op.generations, op.lengths, op.keys)
-        if not all(located.check()):
-            return fetch(link, op, self._shape, chunks, partial(self._copying, job, len(chunks)))
         copies = load_copies(op, self._shape, chunks, located.view)
-        with located.reading(), self._copying(job, len(chunks)) as allowed:
+        with located.reading(), self._copying(job) as allowed:
             if not allowed:
-                return 0
+                return 0, 0
+            checking = beside.submit(located.check)
             load = transfer.begin_load(op.blocks, copies)
             self.in_use.begin(op, load)
+            sound = True
             try:
-                self._follow(job, load)
+                sound = self._follow(job, load, checking)
             finally:
-                load.finish()
-        return leading(located.verify())
+                try:
+                    load.finish()
+                except TransferError:
+                    if sound:
+                        raise
+        if not sound:  # what comes before the first that is not sound may be used
+            return self._move_plainly(job, chunks, link, beside)
+        return len(copies), leading(located.verify())
 
-    def _follow(self, job: LoadJob, load: LayeredLoad) -> None:
-        """Release the request as soon as enough layers are there."""
-        while load.layers_done() < self._settings.release_after:
+    def _follow(self, job: LoadJob, load: LayeredLoad, checking: Future[list[bool]]) -> bool:
+        """Release the request as soon as enough layers are there. Whether its objects are sound, as far as is known."""
+        while load.layers_done() < self._settings.release_after or not checking.done():
             if job.cancelled or job.expires <= self._clock():
                 load.cancel()
-                return
+                return True
             time.sleep(_LOOK)
+        if not all(checking.result()):
+            load.cancel()
+            return False
         with self._ready:
             released = self._queue.release(job)
         if released:
             self._answers.load_released(job.op)
         else:
             load.cancel()
+        return True
 
     @contextmanager
-    def _copying(self, job: LoadJob, chunks: int) -> Iterator[bool]:
+    def _copying(self, job: LoadJob) -> Iterator[bool]:
         with self._ready:
             allowed, ended = self._queue.begin_copy(job, self._clock())
+            self._set_brake()
         self._deliver(ended)
         if not allowed:
             yield False
             return
-        start = time.perf_counter()
         try:
             self._lane.after(job.fence)
             yield True
@@ -277,7 +325,6 @@ class Loader:
             finally:
                 with self._ready:
                     self._queue.end_copy(job)
-        self._answers.loads_took(chunks * self._shape.nbytes, time.perf_counter() - start)
 
     # -- on either ---------------------------------------------------------------------------------------------------
 

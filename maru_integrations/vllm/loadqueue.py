@@ -2,9 +2,10 @@
 
 Pure: no thread, no I/O, the clock is a parameter. Whoever shares it between threads locks around every call.
 
-Order is first come, first served. A large load is cut into pieces of whole chunks, and after each piece one load that
-has a single piece left may go first. So nothing small waits for all of something large, and a large load takes at most
-twice as long.
+Order is first come, first served, and a load that nobody else waits behind is moved in one go. A large one that a short
+one waits for is asked to yield: it ends with the piece that it is at, a few whole chunks, and before its next piece one
+load that has a single piece left goes first. So nothing small waits for all of something large, and a large load takes
+at most twice as long.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from attrs import define, frozen
 
+from maru_core.brake import Pull
 from maru_integrations.vllm.copies import ChunkShape
 from maru_integrations.vllm.metadata import CANCELLED, LATE, LoadOp
 
@@ -33,7 +35,7 @@ class Phase(Enum):
 
 @define(eq=False)
 class LoadJob:
-    """One load. ``cuts`` are the ends of its pieces, in objects from its first; ``good`` counts proven objects.
+    """One load. ``cuts`` are the ends of its pieces, in objects from its first; all before ``good`` are proven.
 
     ``fence`` is what its copies come after. ``released``: its request was reported before all of it is there.
     """
@@ -44,7 +46,6 @@ class LoadJob:
     expires: float
     arrived: float
     good: int = 0
-    moved: int = 0
     phase: Phase = Phase.WAITING
     cancelled: bool = False
     released: bool = False
@@ -52,13 +53,18 @@ class LoadJob:
 
     @property
     def pieces_left(self) -> int:
-        """Pieces that have not been moved."""
-        return len(self.cuts) - self.moved
+        """Pieces that have not been moved, or not as a whole."""
+        return sum(end > self.good for end in self.cuts)
 
     @property
     def piece(self) -> range:
-        """Objects of the next piece, counted from the load's first."""
-        return range(self.cuts[self.moved - 1] if self.moved else 0, self.cuts[self.moved])
+        """Objects of the next piece, counted from the load's first: after them it may be asked to yield."""
+        return range(self.good, next(end for end in self.cuts if end > self.good))
+
+    @property
+    def rest(self) -> range:
+        """Objects that are to be moved."""
+        return range(self.good, self.cuts[-1])
 
 
 @frozen(eq=False)
@@ -99,11 +105,11 @@ class LoadQueue:
         return job
 
     def take(self) -> LoadJob | None:
-        """The load whose next piece is to be moved now, in phase READING; ``None`` when there is none."""
+        """The load that is to be moved now, in phase READING; ``None`` when there is none."""
         if not self._jobs:
             return None
         job = self._jobs[0]
-        if job.moved and not job.overtaken:
+        if job.good and not job.overtaken:
             short = next((other for other in self._jobs[1:] if other.pieces_left == 1), None)
             if short is not None:
                 job.overtaken = True
@@ -128,18 +134,33 @@ class LoadQueue:
         if job.phase is Phase.COPYING:
             job.phase = Phase.READING
 
-    def moved(self, job: LoadJob, good: int, now: float, reason: str = "", why: str = "") -> list[Ended]:
-        """Its piece was dealt with: ``good`` objects of it, from its front, are proven; ``why`` the rest is not."""
+    def pull(self, now: float) -> Pull:
+        """What the copy that is under way, if there is one, is asked for."""
+        job = next((job for job in self._jobs if job.phase is Phase.COPYING), None)
+        if job is None:
+            return Pull.GO_ON
+        if self._over(job, now):
+            return Pull.STOP
+        if job.pieces_left > 1 and any(other.pieces_left == 1 for other in self._jobs if other is not job):
+            return Pull.YIELD
+        return Pull.GO_ON
+
+    def moved(
+        self, job: LoadJob, good: int, now: float, reason: str = "", why: str = "", tried: int | None = None
+    ) -> list[Ended]:
+        """``tried`` objects of its rest were moved (``None``: a piece), of which ``good``, from the front, are proven.
+
+        ``why`` the others are not.
+        """
         if job.phase is Phase.ENDED:
             return []
-        piece = job.piece
-        job.good = piece.start + good
-        job.moved += 1
-        if good < len(piece):
+        tried = len(job.piece) if tried is None else tried
+        job.good += good
+        if good < tried or why:
             # What was stopped on purpose says nothing against its objects.
             reason = (self._over(job, now) or reason) if why else ""
             return [self._end(job, reason, why or "what was copied is not what was granted")]
-        if not job.pieces_left:
+        if not job.rest:
             return [self._end(job)]
         over = self._over(job, now)
         if over:
@@ -155,7 +176,7 @@ class LoadQueue:
         return True
 
     def cancel(self, load_ids: Collection[int]) -> list[Ended]:
-        """Nobody waits for these any more. One that is being copied ends with its piece."""
+        """Nobody waits for these any more. One that is being copied ends soon."""
         ended = []
         for job in self.jobs:
             if job.op.load_id in load_ids:
@@ -165,12 +186,12 @@ class LoadQueue:
         return ended
 
     def expire(self, now: float) -> list[Ended]:
-        """Loads whose deadline has passed; one that is being copied ends with its piece."""
+        """Loads whose deadline has passed; one that is being copied ends soon."""
         late = [job for job in self._jobs if job.expires <= now and job.phase is not Phase.COPYING]
         return [self._end(job, self._over(job, now)) for job in late]
 
-    def stuck(self, now: float) -> LoadJob | None:
-        """The load that is past its deadline and cannot end because a copy of it has not returned."""
+    def late_copy(self, now: float) -> LoadJob | None:
+        """The load that is past its deadline and cannot end before a copy of it has returned."""
         late = (job for job in self._jobs if job.phase is Phase.COPYING and job.expires <= now)
         return next(late, None)
 

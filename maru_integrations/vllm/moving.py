@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing, nullcontext
 
 from attrs import define
 
 from maru_core import logs
+from maru_core.brake import Brake
 from maru_core.client import MaruHandler
 from maru_core.contracts import Transfer
 from maru_core.foreign import pass_interrupt, show
@@ -15,6 +17,7 @@ from maru_core.geometry import ObjectLayout
 from maru_core.protocol import CommitStatus, ReserveStatus
 from maru_integrations.vllm.copies import ChunkShape, StoreItems, load_copies, store_copies
 from maru_integrations.vllm.metadata import NO_ROOM, PREEMPTED, REFUSED, UNAVAILABLE, LoadOp
+from maru_transfer.prepared import prepare
 
 #: Wraps a copy. Yields whether it may be made; when it is left, pages and buffers are touched no more.
 Copying = Callable[[], AbstractContextManager[bool]]
@@ -83,6 +86,35 @@ def fetch(link: Link, op: LoadOp, shape: ChunkShape, chunks: range, copying: Cop
             return 0
         link.transfer.load(op.blocks, copies)
     return leading(located.check())
+
+
+def fetch_until(
+    link: Link,
+    op: LoadOp,
+    shape: ChunkShape,
+    chunks: range,
+    copying: Copying,
+    brake: Brake,
+    least: int,
+    beside: ThreadPoolExecutor,
+) -> tuple[int, int]:
+    """As :func:`fetch`, but it ends early when ``brake`` is pulled; with Pull.YIELD not before ``least`` objects.
+
+    Objects are looked at by ``beside`` while they are copied: they cannot change meanwhile without losing their
+    generation, which is looked at afterwards. Returns how many, from the front, were copied, and how many of these are
+    proven.
+    """
+    objects = shape.objects_of(chunks)
+    part = slice(objects.start, objects.stop)
+    located = link.handler.adopt(op.epoch, op.entries[part], op.generations[part], op.lengths[part], op.keys[part])
+    copies = load_copies(op, shape, chunks, located.view)
+    with closing(prepare(link.transfer, op.blocks, copies)) as load, located.reading(), copying() as allowed:
+        if not allowed:
+            return 0, 0
+        checking = beside.submit(located.check)
+        moved = load.run(brake, least)
+    good = min(leading(checking.result()), leading(located.verify()))
+    return moved, min(moved, good)
 
 
 def leading(fine: Sequence[bool]) -> int:

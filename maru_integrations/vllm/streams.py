@@ -86,11 +86,14 @@ class DeviceLane:
 
     def after(self, fence: Any) -> None:
         """The device waits, not the thread."""
-        self._stream.wait_event(fence)
+        # Asking keeps the interpreter's lock; the call gives it up, and an engine may keep it for milliseconds.
+        if not fence.query():
+            self._stream.wait_event(fence)
 
     def drain(self) -> None:
         """The thread waits, without the interpreter lock."""
-        self._stream.synchronize()
+        if not self._stream.query():
+            self._stream.synchronize()
 
 
 def lane_for(device: Any) -> Lane:

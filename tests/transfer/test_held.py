@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from maru_core.brake import Brake
 from maru_core.contracts import LoadsByLayer
 from maru_core.errors import TransferError
 from maru_transfer.held import held
@@ -71,6 +72,30 @@ def test_only_what_loads_by_layer_says_that_it_does() -> None:
     assert not isinstance(held(Copies(), pools), LoadsByLayer)
     assert isinstance(held(ByLayer(), pools), LoadsByLayer)
     assert held(Copies(), pools).staging_bytes == 17  # type: ignore[attr-defined]
+
+
+def test_a_prepared_load_holds_from_its_plan_until_it_is_closed() -> None:
+    pools: Any = Pools()
+    transfer: Any = held(Copies(), pools)
+    load = transfer.prepare_load([], [None, None])
+    assert pools.users == 1
+    assert load.run(Brake(), 1) == 2
+    assert pools.users == 1
+    load.close()
+    load.close()
+    assert not pools.users
+
+
+def test_what_cannot_be_planned_holds_nothing() -> None:
+    class Refusing(Copies):
+        def prepare_load(self, block_ids: Any, copies: Any) -> Any:
+            raise TransferError("injected")
+
+    pools: Any = Pools()
+    transfer: Any = held(Refusing(), pools)
+    with pytest.raises(TransferError, match="injected"):
+        transfer.prepare_load([], [])
+    assert not pools.users
 
 
 @pytest.mark.parametrize("error", [False, True])

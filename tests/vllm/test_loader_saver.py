@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ pytest.importorskip("vllm")
 
 import torch
 
+from maru_core.brake import Brake, Pull
 from maru_core.errors import Unavailable
 from maru_core.geometry import ObjectLayout, PagedLayout, PlaneStrides
 from maru_integrations.vllm.answers import Answers
@@ -79,6 +81,8 @@ class World:
         self.received: list[str] = []
         self.failed: set[int] = set()
         self.late = 0
+        #: How far the loader's clock is ahead, in seconds.
+        self.ahead = 0.0
 
     def transfer(self) -> SlowTransfer:
         return SlowTransfer(self.caches, PAGED, STORED, self.pace)
@@ -94,6 +98,7 @@ class World:
             settings.pop("lane", None) or HostLane(),
             LoaderSettings(num_layers=LAYERS, **settings),
             late,
+            lambda: time.monotonic() + self.ahead,
         )
 
     def saver(self, **settings: Any) -> Saver:
@@ -280,6 +285,10 @@ def test_a_copy_that_does_not_return_is_told_and_keeps_only_its_own_request(worl
         world.until(loads=1, poll=loader.poll)
         assert world.heard.loads == [LoadResult(2, 0, LATE)]
         assert world.failed == {2}
+        assert not [entry for entry in logs if entry["event"] == "maru.load_stuck"], "it may be about to return"
+        world.ahead = 3
+        loader.poll()
+        loader.poll()
         assert loader.close(0.05) is False
         gate.set()
         world.until(loads=2)
@@ -287,6 +296,83 @@ def test_a_copy_that_does_not_return_is_told_and_keeps_only_its_own_request(worl
         assert sorted(world.received) == ["r1", "r2"]
     (stuck,) = [entry for entry in logs if entry["event"] == "maru.load_stuck"]
     assert stuck["key"] == key(1).hex()
+
+
+def test_a_copy_that_is_seen_late_and_returns_is_not_called_stuck(world: World) -> None:
+    """An engine that was busy for longer than the deadline says nothing about the copy."""
+    gate = threading.Event()
+    world.pace.pause = lambda: [None, gate.wait(10)][0]
+    loader = world.loader()
+    with closing(world, loader), capture_logs() as logs:
+        loader.submit([world.load(1, 1, deadline=5.0)])
+        while not world.pace.calls:
+            time.sleep(0.001)
+        world.ahead = 60
+        loader.poll()
+        gate.set()
+        world.until(loads=1, poll=loader.poll)
+    assert world.heard.loads == [LoadResult(1, 1)]
+    assert not [entry for entry in logs if entry["event"] == "maru.load_stuck"]
+
+
+def test_a_short_load_goes_between_two_pieces_of_a_large_one_that_is_under_way(world: World) -> None:
+    """And a large one that nobody waits behind is one call."""
+    prepared: list[int] = []
+
+    class Preparing(Plain):
+        """Copies at a walk, and looks at its brake between two copies."""
+
+        def prepare_load(self, block_ids: Any, copies: Any) -> Any:
+            prepared.append(len(copies))
+
+            def run(brake: Brake, least: int) -> int:
+                for done, copy in enumerate(copies):
+                    if brake.pull is Pull.STOP or (brake.pull is Pull.YIELD and done >= least):
+                        return done
+                    if prepared == [8] and done == 1:
+                        loader.submit([world.load(2, 20)])
+                    self.load(block_ids, [copy])
+                return len(copies)
+
+            return SimpleNamespace(run=run, close=lambda: None)
+
+    world.link.transfer = Preparing(world.transfer())  # type: ignore[assignment]
+    loader = world.loader(piece_bytes=3 * STORED.nbytes)
+    with closing(world, loader):
+        loader.submit([world.load(1, *range(1, 9))])
+        world.until(loads=2)
+        loader.submit([world.load(3, *range(21, 29))])
+        world.until(loads=3)
+    assert world.heard.loads == [LoadResult(2, 1), LoadResult(1, 8), LoadResult(3, 8)]
+    assert prepared == [8, 1, 5, 8]
+    assert all(world.holds(number) for number in (*range(1, 9), 20, *range(21, 29)))
+
+
+def test_a_copy_is_told_to_stop_when_its_load_is_cancelled(world: World) -> None:
+    begun, told = threading.Event(), threading.Event()
+
+    class Preparing(Plain):
+        def prepare_load(self, block_ids: Any, copies: Any) -> Any:
+            def run(brake: Brake, least: int) -> int:
+                self.load(block_ids, copies[:1])
+                begun.set()
+                while brake.pull is not Pull.STOP:
+                    time.sleep(0.001)
+                told.set()
+                return 1
+
+            return SimpleNamespace(run=run, close=lambda: None)
+
+    world.link.transfer = Preparing(world.transfer())  # type: ignore[assignment]
+    loader = world.loader()
+    with closing(world, loader):
+        loader.submit([world.load(1, 1, 2, 3)])
+        assert begun.wait(10)
+        loader.cancel([1])
+        world.until(loads=1)
+        assert told.is_set()
+    assert world.heard.loads == [LoadResult(1, 1, CANCELLED)]
+    assert world.failed == {2, 3}
 
 
 def test_aborted_loads_stop_soon_and_are_answered_once(world: World) -> None:

@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from maru_core.brake import Pull
 from maru_integrations.vllm.copies import ChunkShape
 from maru_integrations.vllm.loadqueue import Ended, LoadJob, LoadQueue, Phase, cut
 from maru_integrations.vllm.metadata import CANCELLED, LATE, LoadOp
@@ -94,13 +95,51 @@ def test_a_load_that_is_being_copied_outlives_its_deadline_and_ends_with_its_pie
     assert queue.take() is job
     assert queue.begin_copy(job, 0.5) == (True, [])
     assert queue.expire(2.0) == []
-    assert queue.stuck(2.0) is job
+    assert queue.late_copy(2.0) is job
     assert queue.cancel([0]) == []
     queue.end_copy(job)
     (end,) = queue.moved(job, 1, 2.0)
     assert (end.good, end.reason) == (1, CANCELLED)
-    assert queue.stuck(3.0) is None
+    assert queue.late_copy(3.0) is None
     assert queue.take() is None
+
+
+def test_a_large_load_is_asked_to_yield_only_to_a_short_one_and_goes_on_where_it_was() -> None:
+    queue = LoadQueue()
+    large = queued(queue, 0, 6, piece=200)
+    assert queue.pull(0.0) is Pull.GO_ON
+    assert queue.take() is large
+    assert queue.begin_copy(large, 0.0) == (True, [])
+    queued(queue, 1, 6, piece=200)
+    assert queue.pull(0.0) is Pull.GO_ON, "first come, first served"
+    short = queued(queue, 2, 1)
+    assert queue.pull(0.0) is Pull.YIELD
+    queue.end_copy(large)
+    assert queue.moved(large, 3, 0.0, tried=3) == []
+    assert large.rest == range(3, 6)
+    assert large.piece == range(3, 4)
+    assert queue.take() is short
+    assert queue.begin_copy(short, 0.0) == (True, [])
+    assert queue.pull(0.0) is Pull.GO_ON
+    queue.end_copy(short)
+    assert [end.job for end in queue.moved(short, 1, 0.0)] == [short]
+    assert queue.take() is large
+    assert queue.begin_copy(large, 0.0) == (True, [])
+    assert queue.pull(0.0) is Pull.GO_ON
+    queue.cancel([0])
+    assert queue.pull(0.0) is Pull.STOP
+
+
+def test_what_is_late_is_told_to_stop() -> None:
+    queue = LoadQueue()
+    job = queued(queue, 0, 3, deadline=1.0)
+    assert queue.take() is job
+    assert queue.begin_copy(job, 0.0) == (True, [])
+    assert queue.pull(0.9) is Pull.GO_ON
+    assert queue.pull(1.0) is Pull.STOP
+    queue.end_copy(job)
+    (end,) = queue.moved(job, 0, 1.0, tried=0)
+    assert (end.good, end.reason) == (0, LATE)
 
 
 def test_a_load_that_ended_meanwhile_writes_to_no_page() -> None:
@@ -201,15 +240,26 @@ class Loads(RuleBasedStateMachine):
     was_released = False
 
     @precondition(lambda self: self.is_copying)
-    @rule(share=st.floats(0, 1))
-    def end(self, share: float) -> None:
+    @rule(share=st.floats(0, 1), fails=st.booleans())
+    def end(self, share: float, fails: bool) -> None:
+        """It was moved as far as it was asked to, or a part of that is not proven."""
         job = self.current
         assert job is not None
+        pull = self.queue.pull(self.now)
+        waiting = [other for load_id, other in self.added.items() if load_id not in self.ended and other is not job]
+        if job.cancelled or job.expires <= self.now:
+            assert pull is Pull.STOP
+        else:
+            short = any(other.pieces_left == 1 for other in waiting)
+            assert (pull is Pull.YIELD) == (short and job.pieces_left > 1)
+        least = {Pull.GO_ON: len(job.rest), Pull.YIELD: len(job.piece), Pull.STOP: 0}[pull]
+        tried = least + round((len(job.rest) - least) * share)
+        good = tried // 2 if fails else tried
         self.queue.end_copy(job)
         self.is_copying = self.was_released = False
-        good = round(len(job.piece) * share)
         self.proven[job.op.load_id] += good
-        self.heard(self.queue.moved(job, good, self.now, why="" if good == len(job.piece) else "injected"))
+        why = "injected" if good < tried else ""
+        self.heard(self.queue.moved(job, good, self.now, why=why, tried=tried))
         self.current = None
 
     @rule(seconds=st.sampled_from([0.5, 3.0]))

@@ -1,0 +1,188 @@
+"""Loads that are planned before their turn and can be cut: whole ones, cut ones, failed ones, and none at all."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve, frozen
+from cases import Case, cases
+from fake_device import FakeDriver, aligned, compiler, registered
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from paged_forms import FORMS, Size
+from test_kernel import TIGHT, WAYS, Registering, opened, request
+from test_torch_copy import buffers_for, check_load, layers_of
+
+from maru_core.brake import Brake, Pull
+from maru_core.contracts import PreparesLoads
+from maru_core.errors import TransferError
+from maru_core.geometry import ChunkCopy
+from maru_transfer.layerwise import LayerwiseTransfer
+from maru_transfer.prepared import InParts, prepare
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
+SLOW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+#: Chunks in an order that no address has.
+CASE = Case(Size(L=3, NB=12, BS=4, NH=2, HS=4), 8, list(range(12))[::-1], [(n, 8 * n, 8 * n + 8) for n in range(6)])
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory) -> FakeDriver:
+    return FakeDriver.build(tmp_path_factory.mktemp("prepared"))
+
+
+class Preparing(Registering):
+    """Loads in the prepared way."""
+
+    def load(self, block_ids, copies) -> None:
+        self._register(copies)
+        with closing(prepare(self.transfer, block_ids, copies)) as load:
+            assert load.run(Brake(), 1) == len(copies)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", [None, LayerwiseTransfer])
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("way", WAYS)
+@SLOW
+@given(case=cases(), seed=st.integers(0, 1000))
+def test_an_uncut_load_writes_what_was_asked_for_before_it_returns(driver, way, name, case, kind, seed):
+    """The fake driver runs as little as it may, and nothing drains it: what is compared was there already."""
+    tuning, pieces = WAYS[way]
+
+    def open_(layers, paged, stored) -> Any:
+        driver.hooks.fake_reset(seed)
+        more = {} if kind is None else {"kind": kind}
+        return Preparing(driver, driver.transfer(layers, paged, stored, tuning, **more), pieces)
+
+    check_load(open_, name, case)
+
+
+@needs_compiler
+@pytest.mark.parametrize("way", WAYS)
+@SLOW
+@given(seed=st.integers(0, 1000), least=st.integers(0, 7), name=st.sampled_from(sorted(FORMS)))
+def test_a_load_that_yields_has_moved_the_least_and_what_it_says(driver, way, seed, least, name):
+    tuning, pieces = WAYS[way]
+    objects = CASE.objects(CASE.engine(name, 3))
+    buffers = [memoryview(bytearray(buffer)) for buffer in buffers_for(objects)]
+    target = CASE.engine(name, None)
+    copies = CASE.copies(buffers)
+    driver.hooks.fake_reset(seed)
+    transfer = driver.transfer(layers_of(target), target.paged, CASE.stored(target), tuning)
+    Registering(driver, transfer, pieces)._register(copies)
+    brake = Brake()
+    brake.pull = Pull.YIELD
+    with closing(transfer), closing(prepare(transfer, CASE.block_ids, copies)) as load:
+        done = load.run(brake, least)
+        assert min(least, len(copies)) <= done <= len(copies)
+        if tuning is not WAYS["one slice"][0] and least < len(copies) - 2 and way != "mapped":
+            assert done < len(copies), "it goes on and on"
+        for number, copy in enumerate(copies[:done]):
+            seen = target.naive_object(CASE.block_ids, copy.chunk, copy.first, copy.last, 8)
+            np.testing.assert_array_equal(seen, objects[number])
+        rest = copies[done:]
+        if rest:
+            transfer.load(CASE.block_ids, rest)
+    expected = CASE.engine(name, None)
+    CASE.write(expected, objects)
+    np.testing.assert_array_equal(target.memory, expected.memory)
+
+
+@needs_compiler
+def test_a_load_that_is_stopped_before_it_runs_writes_nothing_and_lets_go(driver):
+    engine, transfer = opened(driver)
+    table, copies = request(engine)
+    before = engine.memory.copy()
+    brake = Brake()
+    brake.pull = Pull.STOP
+    load = prepare(transfer, table, copies)
+    assert load.run(brake, 3) == 0
+    np.testing.assert_array_equal(engine.memory, before)
+    load.close()
+    load.close()
+    for copy in copies:
+        copy.buffer.release()  # raises as long as somebody holds it
+    transfer.close()
+
+
+@needs_compiler
+def test_a_load_under_way_is_stopped_by_another_thread(driver):
+    """The native code itself looks, not only the call."""
+    count = 2000
+    case = evolve(CASE, size=evolve(CASE.size, NB=2 * count), block_ids=list(range(2 * count)))
+    target = case.engine("planes-first NHD", None)
+    nbytes = case.stored(target).nbytes
+    pool = registered(driver, aligned(count * nbytes))
+    copies = [ChunkCopy(n, 8 * n, 8 * n + 8, pool[n * nbytes : (n + 1) * nbytes]) for n in range(count)]
+    transfer = driver.transfer(layers_of(target), target.paged, case.stored(target), TIGHT)
+    brake = Brake()
+    with closing(transfer), closing(prepare(transfer, case.block_ids, copies)) as load:
+        assert load.run(Brake(), 1) == count
+        for _ in range(50):  # the other thread may be late
+            brake.pull = Pull.GO_ON
+            timer = threading.Timer(0.003, lambda: setattr(brake, "pull", Pull.STOP))
+            timer.start()
+            done = load.run(brake, count)
+            timer.join()
+            if done < count:
+                return
+    pytest.fail("no load was stopped while it was under way")
+
+
+@needs_compiler
+def test_a_request_without_sense_is_refused_when_it_is_prepared_and_a_failure_when_it_runs(driver):
+    engine, transfer = opened(driver)
+    table, copies = request(engine)
+    with pytest.raises(TransferError):
+        prepare(transfer, table[:1], copies)
+    for copy in copies:
+        Registering(driver, transfer, 1)._register([copy])
+    load = prepare(transfer, table, copies)
+    driver.hooks.fake_fail(b"cuLaunchKernel", 1)
+    with pytest.raises(TransferError, match="as the test wanted"):
+        load.run(Brake(), 1)
+    driver.hooks.fake_fail(b"", -1)
+    load.close()
+    transfer.load(table, copies)
+    other = prepare(transfer, table, copies)
+    transfer.close()
+    with pytest.raises(TransferError, match="closed"):
+        other.run(Brake(), 1)
+    other.close()
+
+
+@frozen
+class Plain:
+    """A transfer that cannot prepare; notes how many copies each call had."""
+
+    calls: list[int]
+
+    def load(self, block_ids, copies) -> None:
+        self.calls.append(len(copies))
+
+
+@pytest.mark.parametrize(
+    ("pull", "least", "done", "calls"),
+    [
+        (Pull.GO_ON, 4, 10, [4, 4, 2]),
+        (Pull.GO_ON, 0, 10, [1] * 10),
+        (Pull.YIELD, 4, 4, [4]),
+        (Pull.YIELD, 20, 10, [10]),
+        (Pull.STOP, 4, 0, []),
+    ],
+)
+def test_a_transfer_that_cannot_prepare_loads_part_by_part(pull, least, done, calls):
+    transfer = Plain([])
+    assert not isinstance(transfer, PreparesLoads)
+    load = prepare(transfer, [], [None] * 10)  # type: ignore[arg-type,list-item]
+    assert isinstance(load, InParts)
+    brake = Brake()
+    brake.pull = pull
+    assert load.run(brake, least) == done
+    assert transfer.calls == calls
+    load.close()
