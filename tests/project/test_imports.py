@@ -45,7 +45,7 @@ PUBLIC = {"config", "contracts", "errors", "geometry", "hookspecs", "plugin", "p
 PUBLIC |= {"composite"}
 #: Lower layers of the core may not know higher ones.
 LAYERS = [
-    {"checksum", "errors", "logs", "plugin", "sizes", "address"},
+    {"checksum", "errors", "logs", "plugin", "sizes", "address", "brake"},
     {"pool_format", "geometry"},
     {"protocol"},
     {"namespace", "keys", "contracts", "discovery", "config", "setting_kinds", "setting_sources", "access"},
