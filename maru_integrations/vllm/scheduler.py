@@ -8,7 +8,6 @@ from typing import Any
 
 from maru_core import logs
 from maru_core.client import MaruHandler
-from maru_core.errors import MaruError
 from maru_core.keys import KeyChain
 from maru_core.namespace import Namespace
 from maru_integrations.vllm import compat, support
@@ -19,6 +18,7 @@ from maru_integrations.vllm.metadata import ERROR, LoadOp, LoadResult, MaruWorke
 from maru_integrations.vllm.parking import Parking
 from maru_integrations.vllm.planning import SchedulerSettings, StorePlanner, plan_failure, plan_load
 from maru_integrations.vllm.requests import BadBlocks, RequestState
+from maru_integrations.vllm.resets import Resets
 from maru_integrations.vllm.stats import MaruStats
 from maru_integrations.vllm.storing import Stores
 from maru_integrations.vllm.worth import Worth
@@ -56,6 +56,7 @@ class MaruScheduler:
             breaker=self._breaker,
             count=self._stats.count,
         )
+        self._resets = Resets(handler, clock)
         self._parking = Parking(settings.block_size, settings.block_budget, settings.window)
         self._loads = Loads()
         self._stores = Stores(clock)
@@ -87,7 +88,7 @@ class MaruScheduler:
         if not support.reads_prefix_cache(request):
             return 0, False
         state = self._state(request)
-        tokens = self._matcher.match(state, request.num_tokens, local)
+        tokens = self._matcher.match(state, request.num_tokens, local) if self._resets.caught_up() else 0
         if tokens and not self._is_worth_it(state):
             tokens = 0
         if not tokens:
@@ -245,7 +246,7 @@ class MaruScheduler:
         if bad is not None:
             state.tainted = True
             self._forget_cached(state.blocks[bad:])
-        return self._planner.plan(self._settings, state, end)
+        return self._planner.plan(self._settings, state, end) if self._resets.caught_up() else None
 
     # -- answers -------------------------------------------------------------------------------------------------
 
@@ -366,18 +367,13 @@ class MaruScheduler:
         return stats
 
     def reset(self) -> bool:
-        """Empty this namespace for everybody; False when the server could not be told."""
+        """Empty this namespace for everybody; False when the server could not be told yet: see :class:`Resets`."""
         for state in self._states.values():
             self._matcher.drop(state)
             state.asked = False
             state.tainted = True
         self._stores.forget_keys()
-        try:
-            self._handler.reset()
-        except MaruError as error:
-            self._log.error("maru.reset_failed", reason=str(error))
-            return False
-        return True
+        return self._resets.reset()
 
     def close(self) -> None:
         """End the session."""

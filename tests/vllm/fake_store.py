@@ -265,7 +265,7 @@ class FakeHandler:
                 self.store.objects.pop(found.key, None)
 
     @one_at_a_time
-    def reset(self) -> int:
+    def reset(self, *, timeout: float | None = None) -> int:
         if not self.store.up:
             raise Unavailable("injected: the server is away")
         for key in list(self.store.objects):

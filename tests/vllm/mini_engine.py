@@ -204,15 +204,15 @@ class Engine:
                     self.answers[item.request_id] += item.new_token_ids
         return output
 
-    def run(self, limit: int = 400) -> None:
-        """Step until every request has finished and nothing of it is kept any more."""
+    def run(self, limit: int = 400, seconds: float = 1.0) -> None:
+        """Step until every request has finished and, ``seconds`` later, nothing of it is kept any more."""
         for _ in range(limit):
             if not self.scheduler.has_unfinished_requests():
                 break
             self.step()
         else:
             raise AssertionError(f"the engine stands still: {self.scheduler.get_request_counts()} after {limit} steps")
-        self.settle()
+        self.settle(seconds)
 
     def settle(self, seconds: float = 1.0) -> None:
         """Steps without requests: blocks that are kept for loads and stores come back in time."""

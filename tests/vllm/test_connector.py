@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 pytest.importorskip("vllm")
 
@@ -516,6 +517,43 @@ def test_reset_empties_and_old_kv_does_not_come_back(engine_on: EngineOn) -> Non
     assert len(store.objects) == 4
     store.up = False
     assert engine.side.reset_cache() is False
+
+
+@pytest.mark.parametrize("extra", [{}, {"maru_async_load": True}], ids=["sync", "parked"])
+def test_a_reset_that_the_server_missed_is_made_up_for_before_anything_is_hit(
+    engine_on: EngineOn, extra: dict[str, Any]
+) -> None:
+    """New weights while the server is away: it comes back with KV of the old ones, which nobody may be given."""
+    store, tokens = FakeStore(), prompt(150)
+    warm(engine_on, store, tokens)
+    old = dict(store.objects)
+    engine = engine_on(store, extra=extra)
+    free = engine.free_blocks()
+    now = [0.0]
+    assert engine.side._scheduler is not None
+    engine.side._scheduler._resets.clock = lambda: now[0]
+    store.up = False
+    with capture_logs() as logs:
+        assert engine.side.reset_cache() is False
+    assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == ["maru.reset_failed"]
+    store.up = True
+    engine.add("early", tokens)
+    engine.add("other", prompt(150, seed=1))
+    engine.run()
+    assert engine.external["early"] == 0
+    assert store.objects == old, "computed with new weights, and the server does not know of them"
+    now[0] = 1.5
+    engine.scheduler.reset_prefix_cache()
+    engine.add("first", tokens)
+    engine.run()
+    assert engine.external["first"] == 0
+    assert len(store.objects) == 4
+    assert not set(map(id, old.values())) & set(map(id, store.objects.values()))
+    engine.scheduler.reset_prefix_cache()
+    engine.add("second", tokens)
+    engine.run()
+    assert engine.external["second"] == 128
+    settled(engine, free)
 
 
 def test_an_engine_behind_a_reset_neither_hits_nor_stores(engine_on: EngineOn) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +23,10 @@ from maru_integrations.vllm.moving import Link
 from maru_integrations.vllm.overlap import LoadsInUse
 from maru_integrations.vllm.streams import HostLane
 from maru_integrations.vllm.worker import MaruWorker, Threads
+from tests.vllm.fake_store import FakeStore
+from tests.vllm.mini_engine import Engine, check_store, reference
+from tests.vllm.slow_transfer import Pace, SlowLoad, SlowTransfer
+from tests.vllm.test_connector import keys_of, prompt, settled
 from tests.vllm.test_loader_saver import LAYERS, SHAPE, STORED, World, closing
 
 
@@ -186,3 +194,114 @@ def test_a_transfer_that_cannot_be_closed_keeps_nobody_else_open(world: World, e
     assert other.closed
     assert world.handler.closed
     assert [entry["transfer"] for entry in logs] == ["Stubborn"]
+
+
+class Moody(SlowTransfer):
+    """Every method raises now and then, before or after it has done its work."""
+
+    rng: random.Random
+    share: float
+
+    def maybe(self) -> None:
+        if self.rng.random() < self.share:
+            raise self.rng.choice([TransferError, RuntimeError, SystemExit, MemoryError, KeyError, Odd])("injected")
+
+    def load(self, block_ids: Sequence[int], copies: Sequence[Any]) -> None:
+        self.maybe()
+        super().load(block_ids, copies)
+        self.maybe()
+
+    def store(self, block_ids: Sequence[int], copies: Sequence[Any]) -> None:
+        self.maybe()
+        super().store(block_ids, copies)
+        self.maybe()
+
+    def begin_load(self, block_ids: Sequence[int], copies: Sequence[Any]) -> Any:
+        self.maybe()
+        return MoodyLoad(self, super().begin_load(block_ids, copies))
+
+    def close(self) -> None:
+        super().close()
+        self.maybe()
+
+
+class MoodyLoad:
+    """The same for a load by layer; :meth:`finish` always ends it."""
+
+    def __init__(self, transfer: Moody, load: SlowLoad) -> None:
+        self._transfer = transfer
+        self._load = load
+
+    def layers_done(self) -> int:
+        self._transfer.maybe()
+        return self._load.layers_done()
+
+    def wait_layer(self, layer: int) -> None:
+        self._transfer.maybe()
+        self._load.wait_layer(layer)
+        self._transfer.maybe()
+
+    def finish(self) -> None:
+        self._load.finish()
+        self._transfer.maybe()
+
+    def cancel(self) -> None:
+        self._load.cancel()
+        self._transfer.maybe()
+
+
+BESIDE = {"maru_async_load": True, "maru_async_store": True}
+OVERLAP = {**BESIDE, "maru_overlap_load_with_compute": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.05, 0.4])
+@pytest.mark.parametrize(
+    "extra",
+    [{}, BESIDE, OVERLAP, {**OVERLAP, "maru_use_layerwise": True}],
+    ids=["step", "beside", "overlap", "layerwise"],
+)
+def test_lives_with_an_engine_that_raises_everywhere(
+    engine_on: Callable[..., Engine], extra: dict[str, Any], share: float
+) -> None:
+    """Answers are right, what is stored is right, nothing is held, and nothing reaches a hook of vLLM."""
+    rng, moods, store = random.Random(str(share)), random.Random(share), FakeStore()
+    pace = Pace(lambda: time.sleep(0.001 if moods.random() < 0.5 else 0))
+    texts = [prompt(200, seed) for seed in range(3)]
+
+    def moody(*what: Any) -> Moody:
+        made = Moody(*what, pace)
+        made.rng, made.share = moods, share
+        return made
+
+    for _ in range(2):
+        engine = engine_on(store, extra=extra, threads=bool(extra), transfer=moody, max_seqs=4)
+        free, prompts = engine.free_blocks(), {}
+        for step in range(80):
+            if rng.random() < 0.3:
+                name = f"r{step}"
+                prompts[name] = [*rng.choice(texts)[: rng.randrange(1, 200)], rng.randrange(900)]
+                engine.add(name, prompts[name], max_tokens=rng.randrange(1, 6))
+            if prompts and rng.random() < 0.05 and (victim := rng.choice(list(prompts))) in engine.scheduler.requests:
+                del prompts[victim]
+                engine.abort(victim)
+            engine.hooks = rng.random() < 0.9
+            engine.step()
+        engine.run(3000, seconds=3.0)
+        for name, tokens in prompts.items():
+            answer = engine.answers[name]
+            assert answer == reference(tokens, len(answer)), name
+            assert answer
+        scheduler = engine.side._scheduler
+        assert scheduler is not None
+        deadline = time.monotonic() + 2.0
+        while scheduler._stores.outstanding and time.monotonic() < deadline:
+            engine.step()
+        engine.poisoned.clear()  # computed on a load that failed in the same step, and computed again
+        settled(engine, free)
+        check_store(
+            store, [tokens + engine.answers[name] for name, tokens in prompts.items()], partial(keys_of, engine)
+        )
+        worker = engine.worker
+        engine.worker.shutdown()
+        assert not worker._guard.caught

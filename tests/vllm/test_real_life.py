@@ -1,0 +1,187 @@
+"""Random lives of engines on a real server that is killed, stopped, filled: right answers, and nothing stays held."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from maru_core.client import MaruHandler
+from maru_core.errors import MaruError
+from maru_core.keys import KeyChain
+from tests.client.fake_server import eventually
+from tests.client.pool_bytes import Stored
+from tests.client.real import Folder
+from tests.vllm.fake_store import FakeStore
+from tests.vllm.mini_engine import CHUNK, Engine, reference
+from tests.vllm.test_connector import settled
+
+EngineOn = Callable[..., Engine]
+
+ASYNC = {"maru_async_load": True, "maru_async_store": True}
+KNOBS = {
+    "in the step": {},
+    "beside": ASYNC,
+    "overlap": {**ASYNC, "maru_overlap_load_with_compute": True},
+    "layerwise": {**ASYNC, "maru_overlap_load_with_compute": True, "maru_use_layerwise": True},
+    "window": {**ASYNC, "maru_load_admission_window": 1, "maru_load_or_compute": "auto"},
+}
+
+
+@pytest.fixture
+def folder(maru_runtime_dir: Path) -> Iterator[Folder]:
+    made = Folder(maru_runtime_dir)
+    yield made
+    made.end()
+
+
+class Trouble:
+    """Things that happen to a server and to its pool."""
+
+    def __init__(self, folder: Folder, watcher: MaruHandler, rng: random.Random, verify: str) -> None:
+        self._folder = folder
+        self._watcher = watcher
+        self._rng = rng
+        self._verify = verify
+        self._timers: list[threading.Timer] = []
+        self.keys: list[bytes] = []
+
+    def make(self, engine: Engine) -> None:
+        dice = self._rng.random()
+        with suppress(MaruError, OSError, KeyError, AssertionError, ValueError):
+            if dice < 0.015:
+                os.kill(self._folder.pid(), self._rng.choice([signal.SIGKILL, signal.SIGTERM]))
+            elif dice < 0.03:
+                self._pause(self._rng.choice([0.02, 0.3, 1.2]))
+            elif dice < 0.05 and self._verify == "full" and self.keys:
+                payload = Stored.of(self._watcher, self._rng.choice(self.keys)).payload
+                payload[self._rng.randrange(len(payload))] ^= 1 << self._rng.randrange(8)
+            elif dice < 0.06:
+                engine.side.reset_cache()
+            elif dice < 0.07:
+                engine.scheduler.reset_prefix_cache()
+            elif dice < 0.075:
+                self._watcher.reset()
+
+    def _pause(self, seconds: float) -> None:
+        pid = self._folder.pid()
+        os.kill(pid, signal.SIGSTOP)
+
+        def go_on() -> None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+        self._timers.append(threading.Timer(seconds, go_on))
+        self._timers[-1].start()
+
+    def end(self) -> None:
+        for timer in self._timers:
+            timer.join()
+
+
+def live(
+    engine: Engine, rng: random.Random, texts: list[list[int]], trouble: Trouble, steps: int
+) -> dict[str, list[int]]:
+    prompts: dict[str, list[int]] = {}
+    running: list[str] = []
+    for step in range(steps):
+        if len(running) < 6 and rng.random() < 0.4:
+            name = f"r{step}"
+            tokens = rng.choice(texts)[: rng.randrange(1, 190)] + [rng.randrange(997) for _ in range(rng.randrange(9))]
+            prompts[name] = tokens
+            running.append(name)
+            engine.add(name, tokens, max_tokens=rng.randrange(1, 12))
+        if running and rng.random() < 0.06:
+            victim = running.pop(rng.randrange(len(running)))
+            prompts.pop(victim)
+            if rng.random() < 0.5:
+                engine.abort(victim)
+            else:
+                engine.between = lambda victim=victim: engine.abort(victim)
+        trouble.make(engine)
+        engine.hooks = rng.random() < 0.8
+        engine.step()
+        running = [name for name in running if name in engine.scheduler.requests]
+    trouble.end()
+    engine.run(5000, seconds=5.0)  # a store may be waiting for a server that is gone
+    return prompts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verify", ["full", "off"])
+@pytest.mark.parametrize("knobs", KNOBS)
+@pytest.mark.timeout(120)
+def test_two_engines_and_a_server_in_trouble(folder: Folder, engine_on: EngineOn, knobs: str, verify: str) -> None:
+    """Killed, stopped for a while, reset by somebody else, a pool of a megabyte, and with checksums damaged bytes."""
+    rng = random.Random(f"{knobs} {verify}")
+    pool = rng.choice(["1M", "4M"])
+    more: dict[str, Any] = {"verify": verify, "pool_size": pool, "request_timeout": 0.5}
+    if rng.random() < 0.3:
+        more["chunk_size"] = 16384
+    watcher = folder.connect(**more)
+    texts = [[rng.randrange(997) for _ in range(200)] for _ in range(4)]
+    for _ in range(2):
+        made: list[MaruHandler] = []
+
+        def connect(_store: FakeStore, made: list[MaruHandler] = made) -> MaruHandler:
+            made.append(folder.connect(**more))
+            return made[-1]
+
+        engine = engine_on(
+            FakeStore(),
+            handler=connect,
+            extra={**KNOBS[knobs], "maru_load_timeout": 1.0},
+            num_blocks=rng.choice([20, 32, 64]),
+            budget=rng.choice([16, 64, 200]),
+            max_seqs=rng.choice([2, 8]),
+            prefix_caching=rng.random() < 0.8,
+            threads=bool(KNOBS[knobs]),
+            ahead=rng.random() < 0.3 and "overlap" not in knobs and "layerwise" not in knobs,
+        )
+        free = engine.free_blocks()
+        trouble = Trouble(folder, watcher, rng, verify)
+        assert engine.side._plan is not None
+        for text in texts:
+            keys = KeyChain(
+                engine.side._plan.namespace.root, CHUNK, objects_per_chunk=engine.side._plan.objects_per_chunk
+            )
+            keys.extend(text, len(text) // CHUNK * CHUNK)
+            trouble.keys += keys.object_keys(0, len(text) // CHUNK)
+        prompts = live(engine, rng, texts, trouble, 120)
+        for name, tokens in prompts.items():
+            answer = engine.answers[name]
+            assert answer == reference(tokens, len(answer)), name
+            assert answer
+        scheduler = engine.side._scheduler
+        assert scheduler is not None
+        deadline = time.monotonic() + 2.0
+        while scheduler._stores.outstanding and time.monotonic() < deadline:
+            engine.step()
+        engine.poisoned.clear()
+        settled(engine, free)
+
+        def idle() -> bool:
+            try:
+                stats = watcher.server_stats()
+            except MaruError:
+                return False
+            (pool,) = stats["pools"]
+            return not pool["leased"] and not pool["reserved"]
+
+        eventually(idle)
+        start = time.monotonic()
+        engine.side.shutdown()
+        engine.worker.shutdown()
+        assert time.monotonic() - start < 5
+    eventually(lambda: watcher.server_stats()["sessions"] == 1)
+    assert watcher.server_stats()["counters"]["internal_errors"] == 0
