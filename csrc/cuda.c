@@ -815,18 +815,6 @@ static int is_braked(const struct maru_pages *pages, uint32_t i) {
   return brake == MARU_STOP || (brake == MARU_YIELD && i >= pages->least);
 }
 
-/* The job ends before its last slice: nothing was recorded behind those that are its last ones now. */
-static int end_early(struct maru_pages *pages) {
-  const struct maru_driver *driver = &pages->cuda->driver;
-  char *text = pages->text;
-  const size_t room = TEXT;
-  for (uint32_t k = 0; k < pages->slots && k < pages->submitted; k++) {
-    uint32_t slot = slot_of(pages, pages->submitted - 1 - k);
-    TRY(EventRecord, pages->placed[slot], pages->lane[slot]);
-  }
-  return MARU_OK;
-}
-
 static int run(struct maru_pages *pages) {
   const struct maru_driver *driver = &pages->cuda->driver;
   const struct maru_job *job = &pages->job;
@@ -839,10 +827,7 @@ static int run(struct maru_pages *pages) {
     uint32_t end = i + 1;
     while (end < job->segment_count && job->segments[end].slice == job->segments[i].slice) end++;
     STEP(go_on(pages));
-    if (is_braked(pages, i)) {
-      STEP(end_early(pages));
-      break;
-    }
+    if (is_braked(pages, i)) break;
     if (pages->submitted - pages->retired >= job->window) STEP(retire(pages, job->window - job->burst));
     /* The CPU itself uses the slot's bounce buffer. */
     if (job->segments[i].way == MARU_BOUNCED) STEP(retire(pages, pages->slots - 1));
@@ -957,7 +942,7 @@ int maru_cuda_wait(struct maru_pages *pages) {
 }
 
 int maru_cuda_run(struct maru_pages *pages, const struct maru_job *job, const int32_t *brake, uint32_t least,
-                  int arrived, uint32_t *moved) {
+                  uint32_t *moved) {
   if (!pages || !job || !moved) return MARU_E_NULL;
   *moved = 0;
   if (!is_idle(pages)) return submit(pages, job, NULL); /* which says why not */
@@ -965,7 +950,8 @@ int maru_cuda_run(struct maru_pages *pages, const struct maru_job *job, const in
   int status = submit(pages, job, NULL);
   pages->brake = NULL;
   if (status == MARU_E_ARGUMENT) return status; /* nothing was started */
-  pages->followed = arrived;
+  /* Of a job that ended early no event tells when its last slices are placed. */
+  pages->followed = brake != NULL;
   int waited = maru_cuda_wait(pages);
   if (!status) status = waited;
   if (!status) *moved = pages->moved;

@@ -276,10 +276,10 @@ enum maru_brake {
 
 /* maru_cuda_submit and maru_cuda_wait in one call, for callers that must take a lock after each; nothing is to be waited
  * for afterwards, also when it fails. Between slices `brake`, if not NULL, is looked at: an enum maru_brake that any
- * thread may change meanwhile. `*moved` is how many segments, from the first, were moved; all, unless it was braked.
- * `arrived`: wait until pages were written, too, not only until host memory may be used again. */
+ * thread may change meanwhile. `*moved` is how many segments, from the first, were moved; all, unless it was braked. With
+ * a brake it returns when pages were written, too, not only when host memory may be used again. */
 MARU_API int maru_cuda_run(struct maru_pages *pages, const struct maru_job *job, const int32_t *brake, uint32_t least,
-                           int arrived, uint32_t *moved);
+                           uint32_t *moved);
 
 /* Get ready to follow a load of `layers` layers that will be submitted later: pages will be touched after what is on
  * `stream`, a CUstream, now. `text` as in maru_cuda_open. MARU_E_ARGUMENT, MARU_E_CUDA, MARU_E_MEMORY, MARU_E_NULL. */

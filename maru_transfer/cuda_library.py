@@ -168,7 +168,7 @@ class CudaLibrary:
         self.layers_done = function("maru_cuda_layers_done", status, pointer, pointer, pointer)
         self.layers_cancel = function("maru_cuda_layers_cancel", status, pointer)
         self.layers_error = function("maru_cuda_layers_error", status, pointer, text, size)
-        self.run = function("maru_cuda_run", status, pointer, pointer, pointer, count, ctypes.c_int, pointer)
+        self.run = function("maru_cuda_run", status, pointer, pointer, pointer, count, pointer)
         self.wait = function("maru_cuda_wait", status, pointer)
         self.times = function("maru_cuda_times", status, pointer, pointer, pointer)
         self.error = function("maru_cuda_error", text, pointer)
@@ -331,16 +331,14 @@ class CudaPages:
         stream: int,
         brake: Brake | None = None,
         least: int = 0,
-        *,
-        arrived: bool = False,
     ) -> int:
         """Move a job in one call and return how many of its segments were moved, all unless ``brake`` was used.
 
-        ``least``: segments before Brake.YIELD counts. ``arrived``: return when pages were written, too. TransferError.
+        ``least``: segments before Pull.YIELD counts. With a brake, pages were written when it returns. TransferError.
         """
         raw, moved = _raw(job, how, stream), ctypes.c_uint32()
         address = None if brake is None else brake.address
-        status = self._library.run(self._handle, ctypes.byref(raw), address, least, arrived, ctypes.byref(moved))
+        status = self._library.run(self._handle, ctypes.byref(raw), address, least, ctypes.byref(moved))
         self._check(status)
         return moved.value
 

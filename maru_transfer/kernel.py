@@ -163,7 +163,7 @@ class KernelTransfer:
             raise TransferError("this transfer is closed")
         if self._lacks_bounce(job):
             self._take_bounce()
-        return self._pages.run(job, self._how, self._memory.stream(), brake, least, arrived=True)
+        return self._pages.run(job, self._how, self._memory.stream(), brake, least)
 
     def _plan(
         self, direction: int, block_ids: Sequence[int], copies: Sequence[ChunkCopy], *, by_layer: bool = False

@@ -1,0 +1,262 @@
+"""A load must take hardly longer than its bytes although an engine's thread runs Python beside the loader's.
+
+The real loader loads requests of 64 objects of 32 MiB, planned by the kernel engine's slicer, through a copy that is a
+sleep without the interpreter's lock. Beside it a thread does what an engine core does: ``empty steps`` (Python, then
+a sleep of a millisecond, as 0.22.1 and 0.32 do while requests are parked), ``decode`` steps (Python, then a wait
+for the device), or it ``spins``, which is only for comparison. ``in parts``: the same with a call per 256 MiB and with
+two returns from native code in each, as it was before loads were one call. Exits with 1 when the loader adds more than
+15 % beside empty or decode steps, to a load by itself or to each of several that wait in a row.
+Run: ``python benchmarks/loader_beside_python.py [--json FILE]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import mmap
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from attrs import define, frozen
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.outcome import Bound, Outcome, main
+from maru_core.brake import Brake
+from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout, PlaneStrides
+from maru_integrations.vllm.answers import Answers
+from maru_integrations.vllm.copies import ChunkShape
+from maru_integrations.vllm.loader import Loader, LoaderSettings
+from maru_integrations.vllm.metadata import LoadOp
+from maru_integrations.vllm.moving import Link
+from maru_integrations.vllm.streams import HostLane
+from maru_transfer.cuda_library import LOAD
+from maru_transfer.slices import Limits, Slicer
+
+LAYERS, HEADS, DIM, BLOCK, CHUNK = 32, 8, 128, 16, 256
+OBJECTS, ROW = 64, 4
+STORED = ObjectLayout(2, LAYERS, CHUNK, HEADS * DIM, 2)
+BLOCKS = OBJECTS * CHUNK // BLOCK
+STRIDE = BLOCK * HEADS * DIM
+PAGED = PagedLayout(
+    tuple(PlaneStrides(plane * BLOCKS * STRIDE, STRIDE, HEADS * DIM, DIM, 1) for plane in range(2)),
+    LAYERS,
+    BLOCKS,
+    BLOCK,
+    HEADS,
+    DIM,
+    2,
+)
+SHAPE = ChunkShape(BLOCK, CHUNK, STORED.nbytes)
+BOUND = 0.15
+
+_usleep = ctypes.CDLL(None).usleep
+
+
+@define
+class Copies:
+    """A transfer whose copies are sleeps in proportion to their bytes."""
+
+    seconds_per_object: float
+    slicer: Slicer
+    base: int
+
+    def load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
+        """Part by part: one call submits, the next one waits."""
+        self._plan(block_ids, copies)
+        _usleep(1)
+        _usleep(round(len(copies) * self.seconds_per_object * 1e6))
+
+    def store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
+        """Not used."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _plan(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
+        places = [self.base + copy.chunk * STORED.nbytes for copy in copies]
+        self.slicer.job(LOAD, block_ids, copies, places, lambda at, length: [(at, at + length, True)])
+
+
+@define
+class Whole(Copies):
+    """Implements PreparesLoads, too."""
+
+    def prepare_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> Prepared:
+        """Planned now."""
+        self._plan(block_ids, copies)
+        return Prepared(len(copies), self.seconds_per_object)
+
+
+@frozen
+class Prepared:
+    """Implements PreparedLoad; nobody pulls the brake here."""
+
+    count: int
+    seconds_per_object: float
+
+    def run(self, brake: Brake, least: int) -> int:
+        """One call."""
+        _usleep(round(self.count * self.seconds_per_object * 1e6))
+        return self.count
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@frozen
+class Objects:
+    """What a session tells of objects, all of them good."""
+
+    pool: memoryview
+    keys: Sequence[bytes]
+
+    def adopt(self, epoch: int, entries: Any, generations: Any, lengths: Any, keys: Sequence[bytes]) -> Objects:
+        """Those that are asked for."""
+        return Objects(self.pool, keys)
+
+    def view(self, index: int) -> memoryview:
+        """Bytes of one."""
+        at = int.from_bytes(self.keys[index], "little") * STORED.nbytes
+        return self.pool[at : at + STORED.nbytes]
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Nobody wants to know."""
+        return nullcontext()
+
+    def check(self, indices: Any = None) -> list[bool]:
+        """They are."""
+        return [bytes(key) == key for key in self.keys]
+
+    verify = check
+
+
+def op(number: int) -> LoadOp:
+    """A request whose prefix is all of the pool."""
+    keys = [index.to_bytes(32, "little") for index in range(OBJECTS)]
+    columns: dict[str, Any] = {"entries": range(OBJECTS), "generations": [1] * OBJECTS, "keys": keys}
+    return LoadOp(
+        load_id=number,
+        request_id=f"r{number}",
+        parked=True,
+        epoch=1,
+        chunk=0,
+        first=0,
+        last=OBJECTS * CHUNK,
+        blocks=list(range(BLOCKS)),
+        lengths=[STORED.nbytes] * OBJECTS,
+        **columns,
+    )
+
+
+def compute(seconds: float) -> None:
+    """Python for so long."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def empty_step() -> None:
+    """A step in which nothing is scheduled."""
+    compute(0.0005)
+    time.sleep(0.001)
+
+
+def decode_step() -> None:
+    """A step that computes on a device."""
+    compute(0.0025)
+    time.sleep(0.003)
+
+
+ENGINES: dict[str, Callable[[], None]] = {
+    "empty steps": empty_step,
+    "decode": decode_step,
+    "spins": partial(compute, 0.001),
+}
+
+
+@contextmanager
+def engine(step: Callable[[], None]) -> Iterator[None]:
+    """A thread that steps."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.is_set():
+            step()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def measure(transfer: Copies, handler: Any, many: int) -> float:
+    """Seconds from handing over ``many`` loads until the last one is answered."""
+    answers = Answers()
+    link = Link(handler, transfer, STORED)
+    loader = Loader(lambda: link, SHAPE, answers, HostLane(), LoaderSettings(), lambda: None)
+    try:
+        loader.submit([op(0)])
+        wait(answers, 1)
+        start = time.perf_counter()
+        loader.submit([op(number) for number in range(many)])
+        wait(answers, many)
+        return time.perf_counter() - start
+    finally:
+        loader.close()
+
+
+def wait(answers: Answers, loads: int) -> None:
+    """Looks as often as an engine's steps do."""
+    while loads:
+        time.sleep(0.001)
+        loads -= len(answers.take_finished()[1])
+        message = answers.take_metadata()
+        assert message is None or all(result.good == OBJECTS for result in message.loads)
+
+
+def run(options: argparse.Namespace) -> Outcome:
+    """Both ways beside each engine."""
+    bare = options.copy_ms / 1e3
+    pool = memoryview(mmap.mmap(-1, OBJECTS * STORED.nbytes))
+    slicer = Slicer(PAGED, STORED, Limits(32 << 20, 2 << 20, 4 << 20))
+    base = ctypes.addressof(ctypes.c_char.from_buffer(pool.obj))  # type: ignore[arg-type]
+    ways = {"in parts": Copies, "whole": Whole}
+    table = [["added to the copy", *(f"{way}, {many}" for way in ways for many in ("one", f"{ROW} in a row"))]]
+    figures: dict[str, Any] = {}
+    bounds = []
+    for name, step in ENGINES.items():
+        line = []
+        for way, kind in ways.items():
+            transfer = kind(bare / OBJECTS, slicer, base)
+            for many in (1, ROW):
+                with engine(step):
+                    took = [measure(transfer, Objects(pool, ()), many) for _ in range(options.repeats)]
+                added = statistics.median(took) / (many * bare) - 1
+                figures[f"{name}, {way}, {many}"] = added
+                line.append(f"{added:.1%}")
+                if way == "whole" and name != "spins":
+                    bounds.append(Bound(f"added beside {name}, {many} in a row", added, BOUND))
+        table.append([name, *line])
+    return Outcome(table, figures, bounds)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """How long it takes."""
+    parser.add_argument("--repeats", type=int, default=15, help="runs per figure (default 15)")
+    parser.add_argument("--copy-ms", type=float, default=40.0, help="a load's bytes on the bus (default 40)")
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, run, add_options))
