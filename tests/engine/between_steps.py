@@ -19,25 +19,6 @@ def prompt(length: int, seed: int) -> list[int]:
     return tiny.prompt(length, seed)
 
 
-def quiet(tiny: Tiny, seconds: float = 10) -> None:
-    """Step until nothing is under way."""
-    side = tiny.side._scheduler
-    deadline = time.monotonic() + seconds
-    while tiny.scheduler.has_requests() and time.monotonic() < deadline:
-        tiny.llm.llm_engine.step()
-        time.sleep(0.001)
-    assert not len(side._loads)
-
-
-def stored(tiny: Tiny, ids: list[int], chunks: int, seconds: float = 10) -> float:
-    """Chunks that are there once the saver has had time to write them."""
-    deadline = time.monotonic() + seconds
-    objects = tiny.side._plan.objects_per_chunk
-    while tiny.present(ids) < chunks * objects and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return tiny.present(ids) / objects
-
-
 def with_settings(tiny: Tiny, **changes: Any) -> Any:
     """Other settings of the scheduler side, for a while."""
     from attrs import evolve
@@ -101,14 +82,13 @@ def threads(tiny: Tiny) -> dict[str, Any]:
     """Stores after the prompt, loads between steps with and without overlap: same answers, same bytes."""
     prompts = [prompt(300, 300 + seed) for seed in range(4)]
     out: dict[str, Any] = {}
-    out["cold"] = [tiny.answer(ids) for ids in prompts]
-    quiet(tiny)
-    out["stored"] = [stored(tiny, ids, 4) for ids in prompts]
+    out["cold"] = tiny.learn(*prompts)
+    out["stored"] = [tiny.stored(ids, 4) for ids in prompts]
     later = [tiny.objects(ids) for ids in prompts]
     with with_settings(tiny, overlap=False):
         out["parked"] = hit(tiny, prompts)
     out["overlapped"] = hit(tiny, prompts)
-    quiet(tiny)
+    tiny.quiet()
     tiny.forget()
     tiny.side.reset_cache()
     with with_settings(tiny, stores_later=False, loads=False):
@@ -125,36 +105,30 @@ def failures(tiny: Tiny) -> dict[str, Any]:
     from maru_core.client import Located
 
     prompts = [prompt(300, 320 + seed) for seed in range(2)]
-    cold = [tiny.answer(ids) for ids in prompts]
-    quiet(tiny)
-    present = [stored(tiny, ids, 4) for ids in prompts]
+    cold = tiny.learn(*prompts)
+    present = [tiny.stored(ids, 4) for ids in prompts]
     out: dict[str, Any] = {"cold": cold, "stored": present}
 
     def bad(check: Any) -> Any:
         return lambda located: [False] * len(located.entries)
 
-    tiny.forget()
-    with tiny.patched(Located, "check", bad):
-        out["before"] = [list(item.outputs[0].token_ids) for item in tiny.ask(*prompts)]
-    quiet(tiny)
+    counts = [tiny.metric("vllm:maru_loads_failed")]
+    with tiny.always_loading(), tiny.patched(Located, "check", bad):
+        out["before"] = tiny.warm(*prompts)["answers"]
+    counts.append(tiny.metric("vllm:maru_loads_failed"))
     tiny.side.reset_cache()
     tiny.forget()
-    for ids in prompts:
-        tiny.answer(ids)
-    quiet(tiny)
-    out["stored_again"] = [stored(tiny, ids, 4) for ids in prompts]
+    tiny.learn(*prompts)
+    out["stored_again"] = [tiny.stored(ids, 4) for ids in prompts]
     longer = [ids + prompt(100, 330) for ids in prompts]
-    tiny.forget()
-    with tiny.patched(Located, "verify", bad):
-        out["after"] = [list(item.outputs[0].token_ids) for item in tiny.ask(*longer)]
-    quiet(tiny)
+    with tiny.always_loading(), tiny.patched(Located, "verify", bad):
+        out["after"] = tiny.warm(*longer)["answers"]
+    counts.append(tiny.metric("vllm:maru_loads_failed"))
+    out["failed"] = [counts[1] - counts[0], counts[2] - counts[1]]
     behind = [tiny.objects(ids) for ids in longer]
     tiny.side.reset_cache()
     tiny.forget()
-    out["expected"] = [tiny.answer(ids) for ids in longer]
-    quiet(tiny)
-    for ids in longer:
-        stored(tiny, ids, 6)
+    out["expected"] = tiny.learn(*longer)
     right = [tiny.objects(ids) for ids in longer]
     out["behind"] = [
         len(objects) >= 4 and all(map(close, objects, expected))
@@ -168,9 +142,8 @@ def failures(tiny: Tiny) -> dict[str, Any]:
 def killed(tiny: Tiny) -> dict[str, Any]:
     """The server is killed while requests are parked: they are answered, and hits come back by themselves."""
     prompts = [prompt(300, 340 + seed) for seed in range(3)]
-    cold = [tiny.answer(ids) for ids in prompts]
-    quiet(tiny)
-    present = [stored(tiny, ids, 4) for ids in prompts]
+    cold = tiny.learn(*prompts)
+    present = [tiny.stored(ids, 4) for ids in prompts]
     server = tiny.handler._link.live.server_pid
     transfer = tiny.worker._worker._link.transfer
     gate = threading.Event()
@@ -196,13 +169,13 @@ def killed(tiny: Tiny) -> dict[str, Any]:
         answers = [list(item.outputs[0].token_ids) for item in tiny.ask(*prompts)]
         seconds = time.monotonic() - start
     killer.join()
-    quiet(tiny)
-    deadline = time.monotonic() + 20
+    tiny.quiet()
+    deadline = time.monotonic() + 60  # a server starts, which takes its time where others keep the processors busy
     before = tiny.metric("vllm:external_prefix_cache_hits")
     while tiny.metric("vllm:external_prefix_cache_hits") == before and time.monotonic() < deadline:
         tiny.forget()
         tiny.answer(prompts[0])
-        quiet(tiny)
+        tiny.quiet()
         time.sleep(0.2)
     return {
         "cold": cold,

@@ -26,6 +26,15 @@ TINY = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden
 "max_position_embeddings": 1024}"""
 
 
+#: An engine in one process. A tiny model is computed by one thread: where other programs keep the processors busy, two
+#: would wait for each other at every layer.
+IN_PROCESS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+
+
 def engine_environment(**extra: str) -> dict[str, str]:
     """Variables for a vLLM process on the CPU. Cores are set, because vLLM else reserves some for a connector."""
     cores = sorted(os.sched_getaffinity(0))

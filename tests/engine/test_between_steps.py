@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import end, result_of, spawn
+from tests.engine.conftest import IN_PROCESS, end, result_of, spawn
 from tests.engine.test_tiny_engine import scenario
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -22,7 +22,7 @@ def results(request: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFac
     process = spawn(
         *("-m", "tests.engine.tiny", str(tiny_model), str(runtime), "{}", json.dumps(request.param)),
         *("threads", "failures", "preemption", "killed"),
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        **IN_PROCESS,
     )
     try:
         output, _ = process.communicate(timeout=500)
@@ -50,6 +50,7 @@ def test_answers_hits_and_bytes_are_those_of_an_engine_that_waits(results: dict[
 def test_failed_loads_are_recomputed_before_and_after_a_release(results: dict[str, Any]) -> None:
     found = scenario(results, "failures")
     assert found["stored"] == found["stored_again"] == [4] * 2
+    assert found["failed"] == [2, 2]
     assert found["before"] == found["cold"]
     assert found["after"] == found["expected"]
     assert all(found["behind"]), "what is stored behind a failed load was computed again"

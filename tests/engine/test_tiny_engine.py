@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import end, result_of, spawn
+from tests.engine.conftest import IN_PROCESS, end, result_of, spawn
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def results(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     runtime = tmp_path_factory.mktemp("run")
-    process = spawn("-m", "tests.engine.tiny", str(tiny_model), str(runtime), VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    process = spawn("-m", "tests.engine.tiny", str(tiny_model), str(runtime), **IN_PROCESS)
     try:
         output, _ = process.communicate(timeout=500)
     finally:
@@ -36,15 +36,14 @@ def test_every_step_size_stores_the_same_chunks(results: dict[str, Any]) -> None
     assert len(found) == 5
     for size, run in found.items():
         assert run["present"] == 330 // 64, size
-        assert run["hits"] == 320, size
-        assert run["warm"] == run["answer"] == found["512"]["answer"], size
+        assert run["answer"] == found["512"]["answer"], size
+        assert run["warm"] == {"answers": [run["answer"]], "cached": [320], "skipped": 0}, size
 
 
 @pytest.mark.parametrize("length", [64, 128, 512])
 def test_a_prompt_of_whole_chunks_leaves_one_block_to_compute(results: dict[str, Any], length: int) -> None:
     found = scenario(results, "full_prompts")[str(length)]
-    assert found["cached"] == length - 32
-    assert found["warm"] == found["cold"]
+    assert found["warm"] == {"answers": [found["cold"]], "cached": [length - 32], "skipped": 0}
 
 
 def test_preempted_requests_resume_with_hits(results: dict[str, Any]) -> None:
@@ -77,9 +76,8 @@ def test_an_abort_during_a_failing_load_leaves_no_bad_blocks(results: dict[str, 
 
 def test_parked_hits_are_loaded_between_steps(results: dict[str, Any]) -> None:
     found = scenario(results, "parked")
-    assert found["hits"] == 3 * 256
-    assert found["warm"] == found["cold"]
-    assert found["failed"] == found["cold"]
+    assert found["warm"] == {"answers": found["cold"], "cached": [256] * 3, "skipped": 0}
+    assert found["failed"]["answers"] == found["cold"]
     assert found["leased"] == 0
     assert found["parked"] == 0
 
@@ -89,7 +87,7 @@ def test_reset_with_the_connector_flag_empties_the_namespace(results: dict[str, 
     assert found["before"] == 4
     assert found["done"] is True
     assert found["present"] == 0
-    assert found["hits"] == 0
+    assert found["warm"]["cached"] == [0]
 
 
 @pytest.mark.parametrize("demote", [True, False])
@@ -107,7 +105,7 @@ def test_several_pools_of_several_media_serve_one_prefix(
     (runtime / "device").mkdir()
     process = spawn(
         *("-m", "tests.engine.tiny", str(tiny_model), str(runtime), "{}", json.dumps(settings), "tiers"),
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        **IN_PROCESS,
     )
     try:
         output, _ = process.communicate(timeout=500)
@@ -138,7 +136,7 @@ def test_engines_share_layerwise_objects_with_their_like_and_with_no_others(
         settings = json.dumps({"maru_use_layerwise": layerwise, "maru_idle_exit": 60})
         process = spawn(
             *("-m", "tests.engine.tiny", str(tiny_model), str(runtime), "{}", settings, "one_prompt"),
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            **IN_PROCESS,
         )
         try:
             output, _ = process.communicate(timeout=300)

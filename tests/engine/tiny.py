@@ -13,8 +13,9 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 BLOCK = 32
@@ -56,6 +57,14 @@ class Tiny:
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
 
+    def close(self) -> None:
+        """End the engine, so that this process can start another one."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm, self.core, self.scheduler
+        cleanup_dist_env_and_memory()
+
     @property
     def side(self) -> Any:
         return self.scheduler.connector
@@ -79,8 +88,52 @@ class Tiny:
     def answer(self, ids: list[int], tokens: int = 8) -> list[int]:
         return list(self.ask(ids, tokens=tokens)[0].outputs[0].token_ids)
 
+    def learn(self, *prompts: list[int]) -> list[list[int]]:
+        """Answers of prompts asked one by one, all of whose whole chunks can be found afterwards.
+
+        One by one, because what the saver is too slow for is dropped.
+        """
+        answers = []
+        for ids in prompts:
+            answers.append(self.answer(ids))
+            self.quiet()
+            self.stored(ids, len(ids) // CHUNK)
+        return answers
+
+    def warm(self, *prompts: list[int]) -> dict[str, Any]:
+        """Answers of prompts asked together without vLLM's own prefix cache, and how many tokens of each were cached.
+
+        ``skipped``: hits that were left out because computing was expected to be quicker.
+        """
+        self.forget()
+        skipped = self.metric("vllm:maru_loads_skipped")
+        requests = self.ask(*prompts)
+        self.quiet()
+        return {
+            "answers": [list(request.outputs[0].token_ids) for request in requests],
+            "cached": [request.num_cached_tokens for request in requests],
+            "skipped": self.metric("vllm:maru_loads_skipped") - skipped,
+        }
+
+    def quiet(self, seconds: float = 30) -> None:
+        """Step until nothing is under way."""
+        deadline = time.monotonic() + seconds
+        while self.scheduler.has_requests() and time.monotonic() < deadline:
+            self.llm.llm_engine.step()
+            time.sleep(0.001)
+        assert not len(self.side._scheduler._loads)
+
+    def stored(self, ids: list[int], chunks: int, seconds: float = 30) -> float:
+        """Chunks that are there once the saver has had time to write them."""
+        deadline = time.monotonic() + seconds
+        objects = self.side._plan.objects_per_chunk
+        while self.present(ids) < chunks * objects and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.present(ids) / objects
+
     def forget(self) -> None:
         """Empty vLLM's own prefix cache, not Maru's."""
+        self.quiet()
         assert self.llm.reset_prefix_cache()
 
     def metric(self, name: str) -> float:
@@ -134,6 +187,10 @@ class Tiny:
         self.handler.release(lease)
         return found
 
+    def always_loading(self) -> AbstractContextManager[None]:
+        """Load every hit, even if computing it is expected to be quicker."""
+        return self.patched(self.side._scheduler, "_is_worth_it", lambda judge: lambda state: True)
+
     @contextmanager
     def patched(self, owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
         original = getattr(owner, name)
@@ -151,12 +208,9 @@ def step_sizes(tiny: Tiny) -> dict[str, Any]:
         tiny.scheduler.max_num_scheduled_tokens = size
         tiny.forget()
         tiny.side.reset_cache()
-        answer = tiny.answer(ids)
-        out[size] = {"answer": answer, "present": tiny.present(ids)}
-        tiny.forget()
-        before = tiny.metric("vllm:external_prefix_cache_hits")
-        out[size]["warm"] = tiny.answer(ids)
-        out[size]["hits"] = tiny.metric("vllm:external_prefix_cache_hits") - before
+        (answer,) = tiny.learn(ids)
+        present = tiny.present(ids) / tiny.side._plan.objects_per_chunk
+        out[size] = {"answer": answer, "present": present, "warm": tiny.warm(ids)}
     tiny.scheduler.max_num_scheduled_tokens = 512
     return out
 
@@ -166,18 +220,12 @@ def full_prompts(tiny: Tiny) -> dict[str, Any]:
     out = {}
     for length in (64, 128, 512):
         ids = prompt(length, length)
-        cold = tiny.answer(ids)
-        tiny.forget()
-        request = tiny.ask(ids)[0]
-        out[length] = {
-            "cold": cold,
-            "warm": list(request.outputs[0].token_ids),
-            "cached": request.num_cached_tokens,
-        }
+        (cold,) = tiny.learn(ids)
+        out[length] = {"cold": cold, "warm": tiny.warm(ids)}
     return out
 
 
-def preemption(tiny: Tiny) -> dict[str, Any]:
+def preemption(tiny: Tiny, tokens: int = 150) -> dict[str, Any]:
     """More requests than the cache can hold: vLLM preempts, and the resumed ones hit."""
     prompts = [prompt(200, 100 + seed) for seed in range(8)]
     before = tiny.metric("vllm:num_preemptions")
@@ -193,11 +241,12 @@ def preemption(tiny: Tiny) -> dict[str, Any]:
         return run
 
     with tiny.patched(tiny.side._scheduler, "match", noting):
-        together = [list(item.outputs[0].token_ids) for item in tiny.ask(*prompts, tokens=150)]
+        together = [list(item.outputs[0].token_ids) for item in tiny.ask(*prompts, tokens=tokens)]
     preemptions = tiny.metric("vllm:num_preemptions") - before
     tiny.forget()
     tiny.side.reset_cache()
-    alone = [tiny.answer(ids, tokens=150) for ids in prompts]
+    alone = [tiny.answer(ids, tokens=tokens) for ids in prompts]
+    tiny.quiet()
     return {
         "preemptions": preemptions,
         "resumed_with": resumed,
@@ -263,7 +312,7 @@ def failed_load(tiny: Tiny) -> dict[str, Any]:
 def aborted_load(tiny: Tiny) -> dict[str, Any]:
     """The abort arrives while the loading step runs, and that load fails: nothing of it is left in vLLM's cache."""
     ids = prompt(300, 60)
-    cold = tiny.answer(ids)
+    (cold,) = tiny.learn(ids)
     tiny.forget()
     free = tiny.free_blocks()
     from maru_core.client import Located
@@ -284,6 +333,7 @@ def aborted_load(tiny: Tiny) -> dict[str, Any]:
 
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
     with (
+        tiny.always_loading(),
         tiny.patched(tiny.worker, "start_load_kv", aborting),
         tiny.patched(Located, "check", lambda check: lambda located: [False] * len(located.entries)),
         tiny.patched(
@@ -297,8 +347,10 @@ def aborted_load(tiny: Tiny) -> dict[str, Any]:
             tiny.llm.llm_engine.step()
             if running:
                 break
-    tiny.llm.llm_engine.abort_request(["victim"])
-    tiny.llm.llm_engine.step()
+        tiny.llm.llm_engine.abort_request(["victim"])
+        tiny.llm.llm_engine.step()
+        tiny.quiet()
+    tiny.forget()
     after = tiny.free_blocks()
     # Without Maru's help now: what is in vLLM's own prefix cache must be right.
     with tiny.patched(tiny.side._scheduler, "match", lambda match: lambda request, local: (0, False)):
@@ -324,21 +376,16 @@ def parked(tiny: Tiny) -> dict[str, Any]:
     side._settings = evolve(saved, parks=True)
     try:
         prompts = [prompt(300, 70 + seed) for seed in range(3)]
-        cold = [tiny.answer(ids) for ids in prompts]
-        tiny.forget()
-        before = tiny.metric("vllm:external_prefix_cache_hits")
-        warm = [list(item.outputs[0].token_ids) for item in tiny.ask(*prompts)]
-        hits = tiny.metric("vllm:external_prefix_cache_hits") - before
-        tiny.forget()
+        cold = tiny.learn(*prompts)
+        warm = tiny.warm(*prompts)
         with tiny.patched(Located, "check", lambda check: lambda located: [False] * len(located.entries)):
-            failed = [list(item.outputs[0].token_ids) for item in tiny.ask(*prompts)]
+            failed = tiny.warm(*prompts)
     finally:
         side._settings = saved
     return {
         "cold": cold,
         "warm": warm,
         "failed": failed,
-        "hits": hits,
         "leased": tiny.leased(),
         "parked": side._parking.admitted,
     }
@@ -347,18 +394,10 @@ def parked(tiny: Tiny) -> dict[str, Any]:
 def reset(tiny: Tiny) -> dict[str, Any]:
     """vLLM's reset with the connector flag empties Maru's namespace."""
     ids = prompt(300, 80)
-    tiny.answer(ids)
-    before = tiny.present(ids)
+    tiny.learn(ids)
+    before = tiny.present(ids) / tiny.side._plan.objects_per_chunk
     done = tiny.llm.llm_engine.reset_prefix_cache(reset_connector=True)
-    hits = tiny.metric("vllm:external_prefix_cache_hits")
-    present = tiny.present(ids)
-    tiny.answer(ids)
-    return {
-        "before": before,
-        "done": done,
-        "present": present,
-        "hits": tiny.metric("vllm:external_prefix_cache_hits") - hits,
-    }
+    return {"before": before, "done": done, "present": tiny.present(ids), "warm": tiny.warm(ids)}
 
 
 def tiers(tiny: Tiny) -> dict[str, Any]:
@@ -404,26 +443,36 @@ def one_prompt(tiny: Tiny) -> dict[str, Any]:
 
 def figures(tiny: Tiny) -> dict[str, Any]:
     """A cold prompt and the same one warm, and what vLLM's metrics say of it."""
-    from tests.engine.between_steps import quiet, stored
-
     ids = prompt(300, 91)
-    cold = tiny.answer(ids)
-    quiet(tiny)
-    there = stored(tiny, ids, 4 * tiny.side._plan.objects_per_chunk)
-    tiny.forget()
-    hits = tiny.metric("vllm:external_prefix_cache_hits")
-    warm = tiny.answer(ids)
-    quiet(tiny)
+    (cold,) = tiny.learn(ids)
+    warm = tiny.warm(ids)
+    tiny.answer(ids)  # figures of a step are told with the next one
+    tiny.quiet()
     names = {item.name for item in tiny.llm.get_metrics() if item.name.startswith("vllm:maru_")}
     return {
         "cold": cold,
         "warm": warm,
-        "stored": there // tiny.side._plan.objects_per_chunk,
-        "hits": tiny.metric("vllm:external_prefix_cache_hits") - hits,
         "metrics": {name.removeprefix("vllm:maru_"): tiny.metric(name) for name in sorted(names)},
         "leased": tiny.leased(),
         "free": tiny.free_blocks(),
     }
+
+
+def worth(tiny: Tiny) -> dict[str, Any]:
+    """The same hit over a link that is much slower, then much quicker than computing."""
+    judge = tiny.side._scheduler._worth
+    ids = prompt(300, 92)
+    (cold,) = tiny.learn(ids)
+    out = {"cold": cold}
+    for name, rate in (("slow", 1.0), ("quick", 1e12)):
+        judge.prefill.rate = 1e4
+        with (
+            tiny.patched(judge.link, "rate", lambda _, rate=rate: rate),
+            tiny.patched(judge.link, "_measured", lambda _: float("inf")),
+            tiny.patched(judge.prefill, "_measured", lambda _: float("inf")),
+        ):
+            out[name] = tiny.warm(ids)
+    return out
 
 
 def _close(first: bytes, second: bytes) -> bool:
@@ -436,25 +485,32 @@ def _close(first: bytes, second: bytes) -> bool:
 SCENARIOS = (step_sizes, full_prompts, preemption, failed_load, aborted_load, parked, reset)
 
 
-def main() -> None:
-    """Run every scenario; what one raises is its result, so that the others still count."""
-    import traceback
-
-    from tests.engine import between_steps
-
-    model, runtime, options, settings, *names = [*sys.argv[1:], "{}", "{}"][: max(4, len(sys.argv) - 1)]
-    common = {"maru_pool_size": "64M", "maru_runtime_dir": runtime, "maru_idle_exit": 2, "maru_lookup_timeout": 10}
-    tiny = Tiny(model, {**common, **json.loads(settings)}, json.loads(options))
+def run(tiny: Tiny, scenarios: Iterable[Callable[[Tiny], dict[str, Any]]]) -> dict[str, Any]:
+    """Run the scenarios; what one raises is its result, so that the others still count."""
     results: dict[str, Any] = {}
-    chosen = [globals().get(name) or getattr(between_steps, name) for name in names] or SCENARIOS
-    for scenario in chosen:
+    for scenario in scenarios:
         try:
             tiny.forget()
             results[scenario.__name__] = scenario(tiny)
         except Exception:  # noqa: BLE001 - reported as the scenario's result
             results[scenario.__name__] = {"error": traceback.format_exc()}
     results["caught"] = {**tiny.side._guard.caught, **tiny.worker._guard.caught}
-    print("RESULT " + json.dumps(results))
+    return results
+
+
+def common(runtime: str) -> dict[str, Any]:
+    """Settings of Maru for every engine here: a small pool, and a server of its own that ends with it."""
+    return {"maru_pool_size": "64M", "maru_runtime_dir": runtime, "maru_idle_exit": 2, "maru_lookup_timeout": 10}
+
+
+def main() -> None:
+    """Run every scenario, or those that are named."""
+    from tests.engine import between_steps
+
+    model, runtime, options, settings, *names = [*sys.argv[1:], "{}", "{}"][: max(4, len(sys.argv) - 1)]
+    tiny = Tiny(model, {**common(runtime), **json.loads(settings)}, json.loads(options))
+    chosen = [globals().get(name) or getattr(between_steps, name) for name in names] or SCENARIOS
+    print("RESULT " + json.dumps(run(tiny, chosen)))
 
 
 if __name__ == "__main__":
