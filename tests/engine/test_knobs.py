@@ -75,7 +75,7 @@ def test_every_knob_starts_and_passes_the_same_suite(results: dict[str, Any], na
     assert found["stored"] == found["stored_again"] == [4] * 2
     assert found["before"] == found["cold"]
     before, after = found["failed"]
-    # The second time what is asked is whether it still was the same behind the copy, which not every way of loading asks.
+    # The second ones are seen by a look behind the copy, which not every other way of loading takes.
     assert before == 2
     assert after == 2 or name not in EARLY
     assert found["after"] == found["expected"]
