@@ -11,6 +11,7 @@ import ctypes
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from attrs import define
 
 from maru_core import logs
 from maru_core.contracts import MemorySpan, PinnedMemory
+from maru_transfer.helpers import share
 
 #: Bytes of each of the two buffers.
 HALF = 8 << 20
@@ -151,12 +153,12 @@ class Crossing:
             self._pool = ThreadPoolExecutor(self._threads - 1, "maru-bounce")
         step = -(-len(source) // threads)
         shares = [
-            self._pool.submit(np.copyto, target[first : first + step], source[first : first + step])
+            share(self._pool, partial(np.copyto, target[first : first + step], source[first : first + step]))
             for first in range(step, len(source), step)
         ]
         target[:step] = source[:step]
-        for share in shares:
-            share.result()
+        for helper in shares:
+            helper.result()
 
     def _new_half(self) -> _Half:
         if not self._cuda:

@@ -18,6 +18,7 @@ import torch
 from maru_core.contracts import LayeredLoad
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
+from maru_transfer.helpers import share
 from maru_transfer.host_library import HostLibrary, NativePages, unsupported
 from maru_transfer.host_views import NumpyPages
 from maru_transfer.layered import Arrival, Arrived, LoadThread, SteppedLoad
@@ -117,13 +118,13 @@ class HostTransfer:
         if threads < 2:
             work.run()
             return
-        shares = [pool.submit(work.run) for _ in range(1, threads)]
+        shares = [share(pool, work.run) for _ in range(1, threads)]
         try:
             work.run()
         finally:
             # Also after an error: no thread may touch pages or buffers once this call has returned.
             work.stop()
-            errors = [share.exception() for share in shares]
+            errors = [helper.exception() for helper in shares]
         for error in errors:
             if error:
                 raise error

@@ -9,9 +9,11 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 from maru_core.errors import TransferError
+from maru_transfer.helpers import share
 
 
 class Arrival(Protocol):
@@ -160,7 +162,7 @@ class LoadThread:
         ended = threading.Event()
         self._loads = [(other, event) for other, event in self._loads if not event.is_set()]
         self._loads.append((load, ended))
-        self._pool.submit(_run, load, ended)
+        share(self._pool, partial(_run, load, ended))
 
     def settle(self) -> None:
         """Block until every load that was started has ended; who holds it hears of its errors."""

@@ -22,6 +22,7 @@ from maru_integrations.vllm.metadata import CANCELLED, UNAVAILABLE, LoadOp
 from maru_integrations.vllm.moving import Link, fetch_until, leading
 from maru_integrations.vllm.overlap import LoadsInUse
 from maru_integrations.vllm.streams import Lane
+from maru_transfer.helpers import share
 
 #: How long the loader sleeps between looks at the layers of a load that is to be released early, in seconds.
 _LOOK = 0.0003
@@ -273,7 +274,7 @@ class Loader:
         with located.reading(), self._copying(job) as allowed:
             if not allowed:
                 return 0, 0
-            checking = beside.submit(located.check)
+            checking = share(beside, located.check)
             load = transfer.begin_load(op.blocks, copies)
             self.in_use.begin(op, load)
             sound = True

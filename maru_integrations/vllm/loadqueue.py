@@ -165,6 +165,8 @@ class LoadQueue:
         over = self._over(job, now)
         if over:
             return [self._end(job, over)]
+        if not tried:  # it would be asked again and again
+            return [self._end(job, "", "the transfer stopped although nobody asked it to")]
         job.phase = Phase.WAITING
         return []
 

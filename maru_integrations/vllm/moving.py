@@ -12,11 +12,13 @@ from maru_core import logs
 from maru_core.brake import Brake
 from maru_core.client import MaruHandler
 from maru_core.contracts import Transfer
+from maru_core.errors import TransferError
 from maru_core.foreign import pass_interrupt, show
 from maru_core.geometry import ObjectLayout
 from maru_core.protocol import CommitStatus, ReserveStatus
 from maru_integrations.vllm.copies import ChunkShape, StoreItems, load_copies, store_copies
 from maru_integrations.vllm.metadata import NO_ROOM, PREEMPTED, REFUSED, UNAVAILABLE, LoadOp
+from maru_transfer.helpers import share
 from maru_transfer.prepared import prepare
 
 #: Wraps a copy. Yields whether it may be made; when it is left, pages and buffers are touched no more.
@@ -111,8 +113,10 @@ def fetch_until(
     with closing(prepare(link.transfer, op.blocks, copies)) as load, located.reading(), copying() as allowed:
         if not allowed:
             return 0, 0
-        checking = beside.submit(located.check)
+        checking = share(beside, located.check)
         moved = load.run(brake, least)
+        if not 0 <= moved <= len(copies):
+            raise TransferError(f"{type(link.transfer).__name__} says that it moved {moved} of {len(copies)} copies")
     good = min(leading(checking.result()), leading(located.verify()))
     return moved, min(moved, good)
 

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from typing import Any
 
@@ -42,6 +43,19 @@ def three_threads(*arguments: Any) -> Transfer:
     return HostTransfer(*arguments, threads=3)
 
 
+class Unable(ThreadPoolExecutor):
+    """Of a process that gets no more threads."""
+
+    def submit(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+
+def no_helpers(*arguments: Any) -> Transfer:
+    transfer = HostTransfer(*arguments, threads=3)
+    transfer._pool = Unable(2)
+    return transfer
+
+
 def native(*arguments: Any) -> Transfer:
     return HostTransfer(*arguments, threads=1, library=native_library())
 
@@ -65,7 +79,7 @@ def _threads_share_small_copies():
         yield
 
 
-WAYS = [one_thread, three_threads, native, native_threads, DeviceTransfer, over_patches]
+WAYS = [one_thread, three_threads, no_helpers, native, native_threads, DeviceTransfer, over_patches]
 
 
 @pytest.fixture(params=WAYS, ids=lambda open_: open_.__name__)

@@ -27,7 +27,7 @@ from tests.vllm.fake_store import FakeStore
 from tests.vllm.mini_engine import Engine, check_store, reference
 from tests.vllm.slow_transfer import Pace, SlowLoad, SlowTransfer
 from tests.vllm.test_connector import keys_of, prompt, settled
-from tests.vllm.test_loader_saver import LAYERS, SHAPE, STORED, World, closing
+from tests.vllm.test_loader_saver import LAYERS, PAGED, SHAPE, STORED, World, closing
 
 
 @pytest.fixture
@@ -163,6 +163,56 @@ def test_what_a_step_could_not_wait_for_counts_as_failed_even_if_the_load_ends_w
     assert world.failed == {1, 2}
     assert not world.is_stored(5), "computed in that step"
     worker.close()
+
+
+class Lying(SlowTransfer):
+    """Moves nothing and says that it moved ``answer`` objects."""
+
+    answer: Any
+
+    def prepare_load(self, block_ids: Sequence[int], copies: Sequence[Any]) -> Lying:
+        return self
+
+    def run(self, brake: Any, least: int) -> Any:
+        return self.answer
+
+    def close(self) -> None:
+        """Called for a load, too."""
+
+
+@pytest.mark.parametrize("answer", [0, -1, 3, 10**9, None, "all"])
+def test_a_load_that_is_not_done_and_was_not_asked_to_stop_has_failed(world: World, answer: Any) -> None:
+    """Without a deadline it would be asked for the rest for ever."""
+    transfer = Lying(world.caches, PAGED, STORED, world.pace)
+    transfer.answer = answer
+    world.link.transfer = transfer
+    loader = world.loader()
+    with closing(world, loader):
+        loader.submit([world.load(1, 1, 2)])
+        world.until(loads=1)
+    assert world.heard.loads == [LoadResult(1, 0)]
+    assert world.failed == {1, 2}
+
+
+def test_objects_are_checked_without_a_thread_for_it_when_there_is_none(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def only_ours(thread: threading.Thread) -> None:
+        if not thread.name.startswith("maru-load"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", only_ours)
+    loader = world.loader()
+    with closing(world, loader):
+        bad = world.load(2, 3, 4)
+        world.store.lost.add(bad.entries[1])
+        loader.submit([world.load(1, 1, 2), bad])
+        world.until(loads=2)
+    assert world.heard.loads == [LoadResult(1, 2), LoadResult(2, 1)]
+    assert world.holds(2)
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
