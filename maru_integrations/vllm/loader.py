@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 
 from attrs import frozen
@@ -19,7 +19,7 @@ from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape, chunks_of, failed_blocks, load_copies, problem_of
 from maru_integrations.vllm.loadqueue import Ended, LoadJob, LoadQueue, cut
 from maru_integrations.vllm.metadata import CANCELLED, UNAVAILABLE, LoadOp
-from maru_integrations.vllm.moving import Link, fetch_until, leading
+from maru_integrations.vllm.moving import Link, Planned, carry_out, leading, plan
 from maru_integrations.vllm.overlap import LoadsInUse
 from maru_integrations.vllm.streams import Lane
 from maru_transfer.helpers import share
@@ -42,6 +42,15 @@ class LoaderSettings:
     release_after: int = 0
     num_layers: int = 0
     log_timing: bool = False
+
+
+@frozen(eq=False)
+class _Ahead:
+    """A load that is being planned before its turn, from behind its first ``good`` objects."""
+
+    job: LoadJob
+    good: int
+    planned: Future[Planned]
 
 
 class Loader:
@@ -76,6 +85,8 @@ class Loader:
         self._brake = Brake()
         self._closing = False
         self._thread: threading.Thread | None = None
+        #: Only the loader's thread touches this.
+        self._ahead: _Ahead | None = None
         #: A copy that is past its deadline, and since when that is known; and the one that was told of.
         self._late: tuple[LoadJob, float] | None = None
         self._stuck: LoadJob | None = None
@@ -212,17 +223,52 @@ class Loader:
 
     def _run(self) -> None:
         with self._lane.entered(), ThreadPoolExecutor(1, "maru-check") as beside:
-            while True:
-                with self._ready:
-                    while not self._queue.jobs and not self._closing:
-                        self._ready.wait()
-                    if self._closing:
-                        return
-                    ended = self._queue.expire(self._clock())
-                    job = self._queue.take()
-                self._deliver(ended)
-                if job is not None:
-                    self._work(job, beside)
+            try:
+                while self._turn(beside):
+                    pass
+            finally:
+                self._forget_plan(None)
+
+    def _turn(self, beside: ThreadPoolExecutor) -> bool:
+        """Wait for a load and work on it; False when there will be none any more."""
+        with self._ready:
+            # A plan holds buffers: one whose load ended meanwhile is let go of before there is anything else to do.
+            while not self._queue.jobs and not self._closing and self._ahead is None:
+                self._ready.wait()
+            if self._closing:
+                return False
+            ended = self._queue.expire(self._clock())
+            job = self._queue.take()
+        self._deliver(ended)
+        self._forget_plan(job)
+        if job is not None:
+            self._work(job, beside)
+        return True
+
+    def _forget_plan(self, job: LoadJob | None) -> None:
+        """Let go of a load that was planned ahead unless it is this one, from where it is now."""
+        ahead = self._ahead
+        if ahead is None or (ahead.job is job and ahead.good == job.good):
+            return
+        self._ahead = None
+        try:
+            planned = ahead.planned.result()
+        except BaseException:  # noqa: BLE001 - nothing is held; if the load is still wanted, it is planned again
+            return
+        planned.load.close()
+
+    def _plan_ahead(self, job: LoadJob, link: Link, beside: ThreadPoolExecutor) -> None:
+        """Have the next load planned while this one is copied, so that its copy begins where this one ends."""
+        with self._ready:
+            after = self._queue.following(job)
+        if after is None or (self._early(after.op) and isinstance(link.transfer, LoadsByLayer)):
+            return
+        planned = share(beside, partial(plan, link, after.op, self._shape, self._chunks(after)))
+        self._ahead = _Ahead(after, after.good, planned)
+
+    def _chunks(self, job: LoadJob) -> range:
+        """What is left of a load. A chunk counts with all of its objects: what was moved of one is moved again."""
+        return range(job.rest.start // self._shape.objects, job.rest.stop // self._shape.objects)
 
     def _work(self, job: LoadJob, beside: ThreadPoolExecutor) -> None:
         tried, good, reason, why = 0, 0, "", ""
@@ -241,9 +287,7 @@ class Loader:
 
     def _move(self, job: LoadJob, beside: ThreadPoolExecutor) -> tuple[int, int]:
         """Objects of the rest that were copied, and that are proven."""
-        link, op, rest = self._link(), job.op, job.rest
-        # A chunk counts with all of its objects: what was moved of one only is moved again.
-        chunks = range(rest.start // self._shape.objects, rest.stop // self._shape.objects)
+        link, op, chunks = self._link(), job.op, self._chunks(job)
         if self._early(op):
             transfer = link.transfer
             if isinstance(transfer, LoadsByLayer):
@@ -259,7 +303,11 @@ class Loader:
 
     def _move_plainly(self, job: LoadJob, chunks: range, link: Link, beside: ThreadPoolExecutor) -> tuple[int, int]:
         copying, least = partial(self._copying, job), len(job.piece)
-        moved, good = fetch_until(link, job.op, self._shape, chunks, copying, self._brake, least, beside)
+        ahead, self._ahead = self._ahead, None
+        planned = plan(link, job.op, self._shape, chunks) if ahead is None else ahead.planned.result()
+        with closing(planned.load):
+            begun = partial(self._plan_ahead, job, link, beside)
+            moved, good = carry_out(planned, copying, self._brake, least, beside, begun)
         if good == moved < len(chunks) * self._shape.objects:
             moved = good = moved // self._shape.objects * self._shape.objects
         return moved, good

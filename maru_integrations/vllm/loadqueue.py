@@ -119,6 +119,13 @@ class LoadQueue:
         job.phase = Phase.READING
         return job
 
+    def following(self, job: LoadJob) -> LoadJob | None:
+        """The load that will be taken after ``job`` if nothing happens until that has ended."""
+        short = next((other for other in self._jobs if other is not job and other.pieces_left == 1), None)
+        if short is not None and job.pieces_left > 1:
+            return short  # the job will yield to it
+        return next((other for other in self._jobs if other is not job), None)
+
     def begin_copy(self, job: LoadJob, now: float) -> tuple[bool, list[Ended]]:
         """Whether its pages may be written to now; not when the load has ended, was cancelled or is too late."""
         if job.phase is Phase.ENDED:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
-from attrs import define
+from attrs import define, frozen
 
 from maru_core import logs
 from maru_core.brake import Brake
-from maru_core.client import MaruHandler
-from maru_core.contracts import Transfer
+from maru_core.client import Located, MaruHandler
+from maru_core.contracts import PreparedLoad, Transfer
 from maru_core.errors import TransferError
 from maru_core.foreign import pass_interrupt, show
 from maru_core.geometry import ObjectLayout
@@ -90,33 +90,45 @@ def fetch(link: Link, op: LoadOp, shape: ChunkShape, chunks: range, copying: Cop
     return leading(located.check())
 
 
-def fetch_until(
-    link: Link,
-    op: LoadOp,
-    shape: ChunkShape,
-    chunks: range,
-    copying: Copying,
-    brake: Brake,
-    least: int,
-    beside: ThreadPoolExecutor,
-) -> tuple[int, int]:
-    """As :func:`fetch`, but it ends early when ``brake`` is pulled; with Pull.YIELD not before ``least`` objects.
+@frozen(eq=False)
+class Planned:
+    """A load of ``count`` copies of which only the copying and the proof are left. ``load`` must be closed."""
 
-    Objects are looked at by ``beside`` while they are copied: they cannot change meanwhile without losing their
-    generation, which is looked at afterwards. Returns how many, from the front, were copied, and how many of these are
-    proven.
-    """
+    located: Located
+    load: PreparedLoad
+    count: int
+    #: Whose it is, for people.
+    engine: str
+
+
+def plan(link: Link, op: LoadOp, shape: ChunkShape, chunks: range) -> Planned:
+    """Plan what :func:`fetch` does. Any thread. Raises MaruError."""
     objects = shape.objects_of(chunks)
     part = slice(objects.start, objects.stop)
     located = link.handler.adopt(op.epoch, op.entries[part], op.generations[part], op.lengths[part], op.keys[part])
     copies = load_copies(op, shape, chunks, located.view)
-    with closing(prepare(link.transfer, op.blocks, copies)) as load, located.reading(), copying() as allowed:
+    load = prepare(link.transfer, op.blocks, copies)
+    return Planned(located, load, len(copies), type(link.transfer).__name__)
+
+
+def carry_out(
+    planned: Planned, copying: Copying, brake: Brake, least: int, beside: ThreadPoolExecutor, begun: Callable[[], None]
+) -> tuple[int, int]:
+    """As :func:`fetch`, but it ends early when ``brake`` is pulled; with Pull.YIELD not before ``least`` objects.
+
+    Objects are looked at by ``beside`` while they are copied: they cannot change meanwhile without losing their
+    generation, which is looked at afterwards. ``begun``: called before the copy. Returns how many objects, from the
+    front, were copied, and how many of these are proven.
+    """
+    located = planned.located
+    with located.reading(), copying() as allowed:
         if not allowed:
             return 0, 0
         checking = share(beside, located.check)
-        moved = load.run(brake, least)
-        if not 0 <= moved <= len(copies):
-            raise TransferError(f"{type(link.transfer).__name__} says that it moved {moved} of {len(copies)} copies")
+        begun()
+        moved = planned.load.run(brake, least)
+        if not 0 <= moved <= planned.count:
+            raise TransferError(f"{planned.engine} says that it moved {moved} of {planned.count} copies")
     good = min(leading(checking.result()), leading(located.verify()))
     return moved, min(moved, good)
 

@@ -348,6 +348,101 @@ def test_a_short_load_goes_between_two_pieces_of_a_large_one_that_is_under_way(w
     assert all(world.holds(number) for number in (*range(1, 9), 20, *range(21, 29)))
 
 
+class Planning(Plain):
+    """Notes in ``events`` what becomes of each load, by its first block; copies wait for ``gate``."""
+
+    def __init__(self, inner: SlowTransfer) -> None:
+        super().__init__(inner)
+        self.events: list[tuple[str, int]] = []
+        self.gate = threading.Event()
+        self.refused: set[int] = set()
+
+    def prepare_load(self, block_ids: Any, copies: Any) -> Any:
+        first = block_ids[copies[0].chunk]
+        self.events.append(("planned", first))
+        if first in self.refused:
+            raise OSError("injected")
+
+        def run(brake: Brake, least: int) -> int:
+            self.events.append(("begins", first))
+            assert self.gate.wait(10)
+            self.load(block_ids, copies)
+            self.events.append(("ends", first))
+            return len(copies)
+
+        return SimpleNamespace(run=run, close=lambda: self.events.append(("closed", first)))
+
+    def until(self, *event: Any) -> None:
+        deadline = time.monotonic() + 10
+        while event not in self.events:
+            assert time.monotonic() < deadline, self.events
+            time.sleep(0.001)
+
+    def of(self, first: int) -> list[str]:
+        return [what for what, number in self.events if number == first]
+
+
+@pytest.fixture
+def planning(world: World) -> Planning:
+    world.link.transfer = transfer = Planning(world.transfer())  # type: ignore[assignment]
+    return transfer  # type: ignore[no-any-return,unused-ignore]
+
+
+def test_the_next_load_is_planned_while_one_is_copied_and_their_order_stays(world: World, planning: Planning) -> None:
+    loader = world.loader()
+    with closing(world, loader):
+        loader.submit([world.load(number, number) for number in (1, 2, 3)])
+        planning.until("planned", 2)
+        assert planning.events[:3] == [("planned", 1), ("begins", 1), ("planned", 2)]
+        planning.gate.set()
+        world.until(loads=3)
+    assert world.heard.loads == [LoadResult(number, 1) for number in (1, 2, 3)]
+    assert [first for what, first in planning.events if what == "begins"] == [1, 2, 3]
+    assert all(planning.of(number) == ["planned", "begins", "ends", "closed"] for number in (1, 2, 3))
+    assert all(world.holds(number) for number in (1, 2, 3))
+
+
+@pytest.mark.parametrize("others", [(), (3,)])
+def test_a_load_that_is_cancelled_between_its_plan_and_its_turn_lets_go(
+    world: World, planning: Planning, others: tuple[int, ...]
+) -> None:
+    loader = world.loader()
+    with closing(world, loader):
+        loader.submit([world.load(number, number) for number in (1, 2, *others)])
+        planning.until("planned", 2)
+        loader.cancel([2])
+        planning.gate.set()
+        world.until(loads=2 + len(others))
+        planning.until("closed", 2)  # at once, not when the next load comes
+    assert world.heard.loads[0] == LoadResult(2, 0, CANCELLED)
+    assert world.failed == {2}
+    assert planning.of(2) == ["planned", "closed"]
+    assert all(planning.of(number)[-3:] == ["begins", "ends", "closed"] for number in (1, *others))
+
+
+def test_a_plan_that_fails_ahead_of_its_turn_fails_its_own_load(world: World, planning: Planning) -> None:
+    planning.refused.add(2)
+    planning.gate.set()
+    loader = world.loader()
+    with closing(world, loader):
+        loader.submit([world.load(number, number) for number in (1, 2, 3)])
+        world.until(loads=3)
+    assert world.heard.loads == [LoadResult(1, 1), LoadResult(2, 0), LoadResult(3, 1)]
+    assert world.failed == {2}
+    assert planning.of(3)[-3:] == ["begins", "ends", "closed"]
+
+
+def test_what_was_planned_ahead_is_let_go_of_at_the_end(world: World, planning: Planning) -> None:
+    loader = world.loader()
+    loader.submit([world.load(number, number) for number in (1, 2)])
+    planning.until("planned", 2)
+    timer = threading.Timer(0.05, planning.gate.set)
+    timer.start()
+    assert loader.close()
+    timer.join()
+    assert planning.of(2) == ["planned", "closed"]
+
+
 def test_a_copy_is_told_to_stop_when_its_load_is_cancelled(world: World) -> None:
     begun, told = threading.Event(), threading.Event()
 

@@ -194,6 +194,7 @@ class Loads(RuleBasedStateMachine):
         return self.current if self.current is not None and self.is_copying else None
 
     is_copying = False
+    expected: LoadJob | None = None
 
     @rule(chunks=st.integers(1, 6), piece=st.sampled_from([100, 200, 1000]), deadline=st.sampled_from([0.0, 2.0, 5.0]))
     def add(self, chunks: int, piece: int, deadline: float) -> None:
@@ -208,6 +209,9 @@ class Loads(RuleBasedStateMachine):
         waiting = [load_id for load_id in self.added if load_id not in self.ended]
         self.current = self.queue.take()
         assert (self.current is None) == (not waiting)
+        if self.expected is not None and self.expected.op.load_id in waiting:
+            assert self.current is self.expected, "what was planned ahead of its turn"
+        self.expected = None
         if self.current is None:
             return
         load_id = self.current.op.load_id
@@ -259,7 +263,10 @@ class Loads(RuleBasedStateMachine):
         self.is_copying = self.was_released = False
         self.proven[job.op.load_id] += good
         why = "injected" if good < tried else ""
+        following = self.queue.following(job)
         self.heard(self.queue.moved(job, good, self.now, why=why, tried=tried))
+        if job.op.load_id in self.ended and pull is not Pull.YIELD:
+            self.expected = following
         self.current = None
 
     @rule(seconds=st.sampled_from([0.5, 3.0]))
