@@ -265,7 +265,7 @@ class Loads(RuleBasedStateMachine):
         why = "injected" if good < tried else ""
         following = self.queue.following(job)
         self.heard(self.queue.moved(job, good, self.now, why=why, tried=tried))
-        if job.op.load_id in self.ended and pull is not Pull.YIELD:
+        if job.op.load_id in self.ended and pull is Pull.GO_ON:
             self.expected = following
         self.current = None
 
