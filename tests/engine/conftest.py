@@ -54,7 +54,34 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "config.json").write_text(TINY)
+    write_weights(folder)
     return folder
+
+
+def write_weights(folder: Path) -> None:
+    """Random weights for TINY, so large that an answer depends on the KV of what came before.
+
+    With the small ones that vLLM makes up itself it hardly does, and wrong KV would go unnoticed.
+    """
+    import numpy
+    from safetensors.numpy import save_file
+
+    size: dict[str, tuple[int, ...]] = {"model.embed_tokens": (512, 128), "lm_head": (512, 128), "model.norm": (128,)}
+    for layer in range(3):
+        name = f"model.layers.{layer}"
+        size |= {f"{name}.{norm}_layernorm": (128,) for norm in ("input", "post_attention")}
+        size |= {f"{name}.self_attn.{part}_proj": (128, 128) for part in "qo"}
+        size |= {f"{name}.self_attn.{part}_proj": (64, 128) for part in "kv"}
+        size |= {f"{name}.mlp.{part}_proj": (256, 128) for part in ("gate", "up")}
+        size |= {f"{name}.mlp.down_proj": (128, 256)}
+    random = numpy.random.default_rng(1)
+    weights = {
+        f"{name}.weight": numpy.ones(shape, numpy.float32)
+        if len(shape) == 1
+        else random.normal(0, 0.2, shape).astype(numpy.float32)
+        for name, shape in size.items()
+    }
+    save_file(weights, folder / "model.safetensors")
 
 
 def spawn(*arguments: str, **environ: str) -> subprocess.Popen[str]:

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 BLOCK = 32
@@ -35,7 +36,7 @@ class Tiny:
         from vllm import LLM
 
         settings: dict[str, Any] = {
-            "load_format": "dummy",
+            "load_format": "auto" if list(Path(model).glob("*.safetensors")) else "dummy",
             "skip_tokenizer_init": True,
             "dtype": "float32",
             "enforce_eager": True,
