@@ -24,7 +24,8 @@ from tests.client.pool_bytes import Stored
 from tests.client.real import Folder
 from tests.vllm.fake_store import FakeStore
 from tests.vllm.mini_engine import CHUNK, Engine, reference
-from tests.vllm.test_connector import settled
+from tests.vllm.slow_transfer import Pace, SlowTransfer
+from tests.vllm.test_connector import prompt, settled
 
 EngineOn = Callable[..., Engine]
 
@@ -185,3 +186,65 @@ def test_two_engines_and_a_server_in_trouble(folder: Folder, engine_on: EngineOn
         assert time.monotonic() - start < 5
     eventually(lambda: watcher.server_stats()["sessions"] == 1)
     assert watcher.server_stats()["counters"]["internal_errors"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["worker first", "scheduler first"])
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("knobs", ["beside", "overlap", "layerwise"])
+def test_an_engine_that_ends_with_loads_and_stores_under_way_leaves_nothing_behind(
+    folder: Folder, engine_on: EngineOn, knobs: str, killed: bool, order: str
+) -> None:
+    """In bounded time; also when the server was killed just before."""
+    pace = Pace()
+    watcher = folder.connect(pool_size="8M")
+
+    def engine() -> Engine:
+        return engine_on(
+            FakeStore(),
+            handler=lambda _: folder.connect(pool_size="8M"),
+            extra=KNOBS[knobs],
+            threads=True,
+            num_blocks=200,
+            budget=2000,
+            max_seqs=20,
+            transfer=lambda *what: SlowTransfer(*what, pace),
+        )
+
+    first = engine()
+    for number in range(4):
+        first.add(f"w{number}", prompt(190, number), max_tokens=1)
+    first.run()
+    first.side.shutdown()
+    first.worker.shutdown()
+    eventually(lambda: watcher.server_stats()["sessions"] == 1)
+    second = engine()
+    gate = threading.Event()
+    pace.pause = lambda: [None, gate.wait(20)][0]
+    for number in range(4):
+        second.add(f"l{number}", prompt(190, number), max_tokens=1)
+        second.add(f"s{number}", prompt(190, number + 10), max_tokens=1)
+    while not second.held or pace.calls[-1].endswith("ends"):
+        second.step()
+    (pool,) = watcher.server_stats()["pools"]
+    assert pool["leased"], "loads are under way"
+    if killed:
+        os.kill(folder.pid(), signal.SIGKILL)
+    sides = [second.worker, second.side] if order == "worker first" else [second.side, second.worker]
+    pace.pause = lambda: time.sleep(0.1)
+    gate.set()
+    start = time.monotonic()
+    for side in sides:
+        side.shutdown()
+    assert time.monotonic() - start < 5
+
+    def idle() -> bool:
+        try:
+            stats = watcher.server_stats()
+        except MaruError:
+            return False
+        (pool,) = stats["pools"]
+        return not pool["leased"] and not pool["reserved"] and stats["sessions"] == 1
+
+    eventually(idle, within=6.0)
+    assert not {"maru-load", "maru-store"} & {thread.name for thread in threading.enumerate()}
