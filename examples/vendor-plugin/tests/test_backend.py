@@ -49,7 +49,7 @@ def test_a_folder_without_the_mark_gets_no_pool(backend: ExampleBackend, ask: Po
 
 
 def test_the_folder_is_the_operators_to_give(backend: ExampleBackend, ask: PoolRequest) -> None:
-    with pytest.raises(BackendError, match="set maru_pool_path"):
+    with pytest.raises(BackendError, match="set MARU_EXAMPLE_PATH or maru_pool_path"):
         backend.create_pool(evolve(ask, path=None))
 
 
