@@ -78,6 +78,28 @@ def test_a_bad_layer_fails_its_whole_chunk_and_what_is_behind(engine_on: EngineO
     assert set().union(*reported) == set(blocks[chunk * CHUNK // BLOCK :])
 
 
+@BOTH_WAYS
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_once_its_bad_layer_was_replaced_a_chunk_is_a_hit_again(
+    engine_on: EngineOn, extra: dict[str, bool], layer: int
+) -> None:
+    """What is not promised again is the one object that failed, not its neighbours, which were good all along."""
+    store, tokens = FakeStore(), prompt(4 * CHUNK + 1)
+    warm(engine_on, store, tokens, extra=extra)
+    engine = engine_on(store, extra=extra)
+    victim = store.objects[keys_of(engine, tokens)[LAYERS + layer]]
+    store.lost.add(victim.entry)
+    engine.add("b", tokens)
+    engine.between = lambda: store.drop(victim.key)
+    engine.run()
+    assert store.objects[victim.key].entry != victim.entry
+    engine.scheduler.reset_prefix_cache()
+    engine.add("c", tokens)
+    engine.run()
+    assert engine.external["c"] == 4 * CHUNK
+    assert engine.answers["c"] == reference(tokens, 3)
+
+
 def test_objects_are_stored_as_one_chain_from_layer_to_layer_and_chunk_to_chunk(engine_on: EngineOn) -> None:
     """So the directory evicts the last layer of the last chunk first."""
     store, tokens = FakeStore(), prompt(3 * CHUNK)
