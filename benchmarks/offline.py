@@ -23,6 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.engine_process import EngineProcess  # noqa: E402
 from scripts.quickstart.processes import session_members  # noqa: E402
 from scripts.quickstart.segments import mapped_segments, remove_segments  # noqa: E402
 
@@ -41,12 +42,8 @@ class Timing:
     token: int
 
 
-class OfflineEngine:
+class OfflineEngine(EngineProcess):
     """Talks to the process."""
-
-    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
-        self._process = process
-        self._log = log
 
     def ask(self, prompt: Sequence[int]) -> Timing:
         """Compute one token after ``prompt``."""
@@ -57,44 +54,9 @@ class OfflineEngine:
         """Empty the engine's own prefix cache; a connector's stays."""
         self._call({"forget": True})
 
-    def pause(self) -> None:
-        """Stop all its processes: an idle engine of vLLM polls, and takes the processors from the one that is timed."""
-        self._signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Let them go on."""
-        self._signal(signal.SIGCONT)
-
     def wait_until_ready(self) -> None:
         """Until the engine has started."""
         self._read()
-
-    def _signal(self, number: int) -> None:
-        for pid in session_members(self._process.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise self._dead() from None
-        return self._read()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise self._dead()
-        reply: dict[str, Any] = json.loads(line)
-        return reply
-
-    def _dead(self) -> RuntimeError:
-        code = self._process.wait()
-        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
-        return RuntimeError(f"the engine ended with exit code {code}; its last lines:\n{tail}")
 
 
 @contextmanager

@@ -10,12 +10,11 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,8 +22,8 @@ from typing import Any, Final
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.engine_process import EngineProcess  # noqa: E402
 from benchmarks.offline import BLOCK_TOKENS, cache_folder, end_engine  # noqa: E402
-from scripts.quickstart.processes import session_members  # noqa: E402
 
 #: Settings of Maru with which nothing waits for it.
 SETTINGS: Final = {"maru_async_load": True, "maru_async_store": True}
@@ -79,12 +78,8 @@ class Run:
     seconds: float
 
 
-class OnlineEngine:
+class OnlineEngine(EngineProcess):
     """Talks to the process."""
-
-    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
-        self._process = process
-        self._log = log
 
     def run(self, requests: Sequence[Ask], clients: int | None = None) -> Run:
         """Send all, in order, at most ``clients`` at a time, and wait for the last token."""
@@ -104,48 +99,9 @@ class OnlineEngine:
         """What a method of the worker's extension returns, see ``worker_extension_cls``; of the first worker."""
         return self._call({"rpc": method})["result"]
 
-    def pause(self) -> None:
-        """Stop all its processes, so that they take nothing from the one that is timed."""
-        self._signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Let them go on."""
-        self._signal(signal.SIGCONT)
-
-    def log(self) -> str:
-        """What it printed so far."""
-        return self._log.read_text(errors="replace")
-
     def wait_until_ready(self) -> float:
         """Until the engine has started; how many seconds it took."""
         return float(self._read()["ready"])
-
-    def _signal(self, number: int) -> None:
-        for pid in session_members(self._process.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise self._dead() from None
-        return self._read()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise self._dead()
-        reply: dict[str, Any] = json.loads(line)
-        return reply
-
-    def _dead(self) -> RuntimeError:
-        code = self._process.wait()
-        tail = "\n".join(self.log().splitlines()[-30:])
-        return RuntimeError(f"the engine ended with exit code {code}; its last lines:\n{tail}")
 
 
 def cpu_engine(model: Path, transfer: Mapping[str, Any] | None, *, eager: bool = False) -> dict[str, Any]:
