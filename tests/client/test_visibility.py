@@ -253,8 +253,9 @@ def test_a_header_that_has_changed_is_seen(fabric: Fabric) -> None:
     while retrieve(two, 1) is not None:
         pass
     store(one, 2, b"second" * 800)
-    before = handler.stats()["client"]["header_mismatches"]
     assert found.verify() == found.check() == [False]
+    # Whether the second object took the first one's place, which a check without a lease counts, is a race.
+    before = handler.stats()["client"]["header_mismatches"]
     assert found.check_again(0) is False
     assert handler.stats()["client"]["header_mismatches"] == before
 
