@@ -23,7 +23,6 @@ from maru_transfer.kernel import KernelTransfer, Tuning
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-SOURCES = ("cuda.c", "cuda_copies.c", "buffers.c")
 #: What fake_counts fills, in this order.
 COUNTS = ("copies", "launches", "batches", "waits", "bytes", "most_under_way", "misaligned", "folded", "events")
 
@@ -46,7 +45,7 @@ def compile_native(folder: Path, sources: Path = ROOT / "csrc") -> Path:
     image.write_bytes(b"none")
     target = folder / f"libmaru_cuda_{len(list(folder.iterdir()))}.so"
     options = (f'-DMARU_FATBIN="{image}"', f"-I{sources}")
-    return compile_library(target, *options, sources=[sources / name for name in SOURCES])
+    return compile_library(target, *options, sources=[*sorted(sources.glob("cuda_*.c")), sources / "buffers.c"])
 
 
 @frozen(eq=False)

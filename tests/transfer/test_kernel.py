@@ -322,17 +322,17 @@ MUTATIONS = {
     ),
     "a run of blocks that do not follow": ("cuda_copies.c", "== job->blocks[place] + 1)", "> job->blocks[place])"),
     "no wait for the caller's stream": (
-        "cuda.c",
-        "if (pages->submitted < pages->slots) TRY(StreamWaitEvent, pages->lane[slot], began, 0);",
-        "(void)driver, (void)room, (void)text, (void)slot, (void)began;",
+        "cuda_lanes.c",
+        "if (pages->submitted < pages->slots) DO(pages, StreamWaitEvent, pages->lane[slot], began, 0);",
+        "(void)slot, (void)began;",
     ),
     "the caller does not wait": (
-        "cuda.c",
-        "TRY(StreamWaitEvent, caller, pages->placed[slot_of(pages, pages->submitted - 1 - k)], 0);",
+        "cuda_jobs.c",
+        "DO(pages, StreamWaitEvent, caller, pages->placed[maru_slot_of(pages, pages->submitted - 1 - k)], 0);",
         "(void)caller;",
     ),
     "a bounce buffer that is used too early": (
-        "cuda.c",
+        "cuda_jobs.c",
         "if (job->segments[i].way == MARU_BOUNCED) STEP(retire(pages, pages->slots - 1));",
         "",
     ),

@@ -1,0 +1,98 @@
+/* In which order things happen to a slice.
+ *
+ * Staging memory is a ring of slots, and every slot has a stream of its own, its lane: what happens in a slot happens
+ * in the lane's order, one slice after another, while other lanes are at other stages. A copy engine serves a stream
+ * for as long as that has copies that may run, so every copy of ours waits for one in another lane: then the engine
+ * turns to somebody else's before it goes on with ours.
+ * Order against the caller's stream is kept by events on the device. */
+#include "cuda_internal.h"
+
+uint32_t maru_slot_of(const struct maru_pages *pages, uint32_t slice) {
+  return (pages->first_slot + slice) % pages->slots;
+}
+
+/* Pages may be touched on this lane from here on. Each lane waits once per job. */
+static int open_pages(struct maru_pages *pages, uint32_t slot) {
+  CUhandle_ began = pages->layers ? pages->layers->began : pages->began;
+  if (pages->submitted < pages->slots) DO(pages, StreamWaitEvent, pages->lane[slot], began, 0);
+  return MARU_OK;
+}
+
+/* Whether one of the slices that will be in the other lanes next, the first of which begins at segment `next`,
+ * completes a layer: its event comes after this slice. */
+static int comes_before_a_layer(const struct maru_pages *pages, const struct maru_segment *next) {
+  const struct maru_segment *end = pages->job.segments + pages->job.segment_count;
+  for (uint32_t ahead = 0; next < end; next++) {
+    if (next->slice != next[-1].slice && ++ahead >= pages->slots) return 0;
+    if (next->layers > next[-1].layers) return 1;
+  }
+  return 0;
+}
+
+/* The slice, which ends before segment `next`, has no more to do with pages; what comes last in each lane is what the
+ * caller's stream will wait for, and what comes last in each lane before a layer is complete what that layer's event
+ * comes after. */
+static int close_pages(struct maru_pages *pages, uint32_t slot, const struct maru_segment *next) {
+  if (pages->layers ? comes_before_a_layer(pages, next) : pages->submitted + pages->slots >= pages->slices)
+    DO(pages, EventRecord, pages->placed[slot], pages->lane[slot]);
+  return MARU_OK;
+}
+
+/* No more than slots - 1 copies of ours may run at any time. The next one may only once the one before it has gone, and
+ * then somebody else's has waited longer. */
+static int give_way(struct maru_pages *pages, uint32_t slot) {
+  if (pages->slots > 1 && pages->submitted >= pages->slots - 1)
+    DO(pages, StreamWaitEvent, pages->lane[slot],
+       pages->crossed[(pages->submitted + 1 - pages->slots) % MARU_MOST_WINDOW], 0);
+  return MARU_OK;
+}
+
+/* The slice has no more to do with host memory. */
+static int cross(struct maru_pages *pages, uint32_t slot) {
+  DO(pages, EventRecord, pages->crossed[pages->submitted % MARU_MOST_WINDOW], pages->lane[slot]);
+  return MARU_OK;
+}
+
+int maru_load_slice(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,
+                    const struct maru_segment *last) {
+  int status;
+  uint32_t way = first->way;
+  if (way == MARU_BOUNCED)
+    for (const struct maru_segment *s = first; s < last; s++)
+      maru_segment_bounce(&pages->geometry, s, pages->bounce + slot * pages->slot_bytes, 1);
+  if (way == MARU_DIRECT) STEP(open_pages(pages, slot));
+  if (way != MARU_MAPPED) STEP(give_way(pages, slot));
+  if (way != MARU_MAPPED) STEP(maru_copy_slice(pages, slot, first, last));
+  if (way != MARU_MAPPED) STEP(cross(pages, slot));
+  if (way != MARU_DIRECT) STEP(open_pages(pages, slot));
+  if (way != MARU_DIRECT) STEP(maru_place_slice(pages, slot, first, last));
+  if (way == MARU_MAPPED) STEP(cross(pages, slot));
+  return close_pages(pages, slot, last);
+}
+
+int maru_store_slice(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,
+                     const struct maru_segment *last) {
+  int status;
+  uint32_t way = first->way;
+  STEP(open_pages(pages, slot));
+  if (way != MARU_DIRECT) STEP(maru_place_slice(pages, slot, first, last));
+  if (way != MARU_DIRECT) STEP(close_pages(pages, slot, last));
+  if (way != MARU_MAPPED) STEP(give_way(pages, slot));
+  if (way != MARU_MAPPED) STEP(maru_copy_slice(pages, slot, first, last));
+  if (way == MARU_DIRECT) STEP(close_pages(pages, slot, last));
+  return cross(pages, slot);
+}
+
+/* Layers' events come, by way of this lane, behind the slices before in the others; those have crossed before this one
+ * did, so that waiting for their placement holds nobody up. */
+int maru_complete_layers(struct maru_pages *pages, uint32_t slot, uint32_t layers) {
+  struct maru_layers *follow = pages->layers;
+  uint32_t done = follow->submitted; /* nobody else changes it */
+  if (done >= layers) return MARU_OK;
+  for (uint32_t k = 1; k < pages->slots && k < pages->submitted; k++)
+    DO(pages, StreamWaitEvent, pages->lane[slot], pages->placed[maru_slot_of(pages, pages->submitted - 1 - k)], 0);
+  for (uint32_t layer = done; layer < layers; layer++)
+    DO(pages, EventRecord, follow->arrived[layer], pages->lane[slot]);
+  maru_tell_layers(follow, layers, MARU_OK, NULL);
+  return MARU_OK;
+}
