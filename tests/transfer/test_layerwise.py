@@ -494,21 +494,41 @@ MUTATIONS = {
     ),
     "no wait for slices in other lanes": (
         "cuda_lanes.c",
-        "DO(pages, StreamWaitEvent, pages->lane[slot], pages->placed[maru_slot_of(pages, pages->submitted - 1 - k)], 0);",
-        "(void)k;",
+        "pages->placed[maru_slot_of(pages, pages->submitted - 1 - k)], 0);",
+        "pages->crossed[(pages->submitted - 1 - k) % MARU_MOST_WINDOW], 0);",
     ),
-    "no order after the caller's stream": ("cuda_layers.c", "TRY(EventRecord, layers->began, stream);", "(void)stream;"),
+    "no order after the caller's stream": (
+        "cuda_layers.c",
+        "TRY(EventRecord, layers->began, stream);",
+        "(void)stream;",
+    ),
     "the event before the placement": (
         "cuda_lanes.c",
         "pages->layers ? comes_before_a_layer(pages, next) : pages->submitted",
         "pages->layers ? comes_before_a_layer(pages, next) && 0 : pages->submitted",
     ),
-    "an event only for the slice before": ("cuda_lanes.c", "++ahead >= pages->slots) return 0;", "++ahead >= 2) return 0;"),
-    "an event that looks at its own slice only": ("cuda_lanes.c", "++ahead >= pages->slots) return 0;", "++ahead) return 0;"),
-    "layers done that are only submitted": ("cuda_layers.c", "if (result == CU_ERROR_NOT_READY_) break;", "result = 0;"),
+    "an event only for the slice before": (
+        "cuda_lanes.c",
+        "++ahead >= pages->slots) return 0;",
+        "++ahead >= 2) return 0;",
+    ),
+    "an event that looks at its own slice only": (
+        "cuda_lanes.c",
+        "++ahead >= pages->slots) return 0;",
+        "++ahead) return 0;",
+    ),
+    "layers done that are only submitted": (
+        "cuda_layers.c",
+        "if (result == CU_ERROR_NOT_READY_) break;",
+        "result = 0;",
+    ),
     "the next row for the next plane": ("place.h", "s->row + row * s->step", "s->row + row"),
     "the next row of the object": ("cuda_copies.c", "s->host + row * s->pitch;", "s->host + row * row_bytes(g);"),
-    "a folded copy across registrations": ("cuda_batch.c", "|| host[k] + width > end) break;", ") break;\n    (void)end;"),
+    "a folded copy across registrations": (
+        "cuda_batch.c",
+        "|| host[k] + width > end) break;",
+        ") break;\n    (void)end;",
+    ),
     "one pitch for both sides": (
         "cuda_batch.c",
         "copy.target_pitch = batch->targets[i + 1] - batch->targets[i];",
