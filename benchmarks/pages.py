@@ -102,15 +102,17 @@ def _watch(transfer: Any, compare: Callable[[str, Sequence[int], Sequence[Any]],
 
         return run
 
-    def watched_prepare(call: Any) -> Any:
+    def watched_prepare(call: Any, kind: str) -> Any:
         def run(self: Any, block_ids: Sequence[int], copies: Sequence[Any]) -> Any:
-            return _WatchedRun(call(self, block_ids, copies), lambda done: compare("loaded", block_ids, copies[:done]))
+            return _WatchedRun(call(self, block_ids, copies), lambda done: compare(kind, block_ids, copies[:done]))
 
         return run
 
     own = vars(transfer)
     if "prepare_load" in own:
-        transfer.prepare_load = watched_prepare(own["prepare_load"])
+        transfer.prepare_load = watched_prepare(own["prepare_load"], "loaded")
+    if "prepare_store" in own:
+        transfer.prepare_store = watched_prepare(own["prepare_store"], "stored")
     if "store" in own:
         transfer.store = watched(own["store"], "stored")
     if "load" in own:
@@ -120,15 +122,15 @@ def _watch(transfer: Any, compare: Callable[[str, Sequence[int], Sequence[Any]],
 
 
 class _WatchedRun:
-    """A prepared load that is compared when it has run."""
+    """A prepared load or store that is compared when it has run."""
 
-    def __init__(self, load: Any, compare: Callable[[int], None]) -> None:
-        self._load = load
+    def __init__(self, prepared: Any, compare: Callable[[int], None]) -> None:
+        self._prepared = prepared
         self._compare = compare
-        self.close = load.close
+        self.close = prepared.close
 
     def run(self, brake: Any, least: int) -> int:
-        done: int = self._load.run(brake, least)
+        done: int = self._prepared.run(brake, least)
         self._compare(done)
         return done
 

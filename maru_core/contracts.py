@@ -265,6 +265,35 @@ class PreparesLoads(Protocol):
         """
 
 
+class PreparedStore(Protocol):
+    """A store that is planned and holds its buffers: what is left needs hardly any time of the interpreter."""
+
+    def run(self, brake: Brake, least: int) -> int:
+        """Do what :meth:`Transfer.store` does, once, and return how many of the copies, from the first, are complete.
+
+        All of them, unless ``brake`` was pulled: as for :meth:`PreparedLoad.run`. Ordered like :meth:`Transfer.store`.
+        When it returns, or raises, pages are read and buffers are written no more: the pages may be given to somebody
+        else at once. Called by the thread that uses the transfer. Raises TransferError; then none of them is complete.
+        """
+
+    def close(self) -> None:
+        """Let go of the buffers. Idempotent; not while :meth:`run` is under way."""
+
+
+@runtime_checkable
+class PreparesStores(Protocol):
+    """A :class:`Transfer` with this method does a store in one piece that can be cut.
+
+    Without it :meth:`Transfer.store` is called part by part, and only between parts can a store be stopped.
+    """
+
+    def prepare_store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedStore:
+        """Plan what :meth:`Transfer.store` does; :meth:`PreparedStore.close` must be called.
+
+        Raises TransferError as :meth:`Transfer.store` does for a request that makes no sense.
+        """
+
+
 class TransferEngine(Protocol):
     """A way to move bytes between paged memory and pools."""
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from maru_core.contracts import LayeredLoad, LoadsByLayer, PreparedLoad, Transfer
+from maru_core.contracts import LayeredLoad, LoadsByLayer, PreparedLoad, PreparedStore, Transfer
 from maru_core.geometry import ChunkCopy
 from maru_transfer.pinning import PinnedPools
-from maru_transfer.prepared import prepare
+from maru_transfer.prepared import prepare, prepare_store
 
 
 class HeldTransfer:
@@ -35,6 +35,13 @@ class HeldTransfer:
             held.enter_context(self._pools.held())
             load = prepare(self._transfer, block_ids, copies)
             return _HeldPrepared(load, held.pop_all())
+
+    def prepare_store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedStore:
+        """The same for a store."""
+        with ExitStack() as held:
+            held.enter_context(self._pools.held())
+            store = prepare_store(self._transfer, block_ids, copies)
+            return _HeldPrepared(store, held.pop_all())
 
     @property
     def staging_bytes(self) -> int:
@@ -64,17 +71,17 @@ class HeldByLayer(HeldTransfer):
 
 
 class _HeldPrepared:
-    """A prepared load that lets go of the pools when it is closed."""
+    """A prepared load or store that lets go of the pools when it is closed."""
 
-    def __init__(self, load: PreparedLoad, held: ExitStack) -> None:
-        self._load = load
+    def __init__(self, prepared: PreparedLoad | PreparedStore, held: ExitStack) -> None:
+        self._prepared = prepared
         self._held = held
-        self.run = load.run
+        self.run = prepared.run
 
     def close(self) -> None:
         """Let go of the buffers, then of the pools."""
         with self._held:
-            self._load.close()
+            self._prepared.close()
 
 
 class _HeldLoad:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from attrs import field, frozen
 
 from maru_core.brake import Brake
-from maru_core.contracts import PreparedLoad, Transfer
+from maru_core.contracts import PreparedLoad, PreparedStore, Transfer
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
 from maru_transfer.plan import mismatch, plan_pieces
@@ -136,6 +136,13 @@ class KernelTransfer:
         held, job = self._plan(LOAD, block_ids, copies)
         return _Prepared(held, job, len(copies), self._run_prepared)
 
+    def prepare_store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedStore:
+        """See :class:`maru_core.contracts.PreparesStores`."""
+        from maru_transfer.cuda_library import STORE
+
+        held, job = self._plan(STORE, block_ids, copies)
+        return _Prepared(held, job, len(copies), self._run_prepared)
+
     def close(self) -> None:
         """Wait for what is under way, give staging and locked memory back, let go of the tensors."""
         if self._closed:
@@ -210,7 +217,7 @@ class KernelTransfer:
 
 
 class _Prepared:
-    """Implements PreparedLoad for a job whose segments are in the order of the copies."""
+    """Implements PreparedLoad and PreparedStore for a job whose segments are in the order of the copies."""
 
     def __init__(self, held: Exports, job: Job, count: int, run: Callable[[Job, Brake, int], int]) -> None:
         self._held = held

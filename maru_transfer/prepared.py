@@ -1,11 +1,11 @@
-"""Loads that are planned before their turn, for every transfer: in one call where it can, else part by part."""
+"""Loads and stores that are planned first, for every transfer: done in one call where it can, else part by part."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from maru_core.brake import Brake, Pull
-from maru_core.contracts import PreparedLoad, PreparesLoads, Transfer
+from maru_core.contracts import PreparedLoad, PreparedStore, PreparesLoads, PreparesStores, Transfer
 from maru_core.geometry import ChunkCopy
 
 
@@ -13,14 +13,27 @@ def prepare(transfer: Transfer, block_ids: Sequence[int], copies: Sequence[Chunk
     """As :meth:`maru_core.contracts.PreparesLoads.prepare_load`, of any transfer."""
     if isinstance(transfer, PreparesLoads):
         return transfer.prepare_load(block_ids, copies)
-    return InParts(transfer, block_ids, copies)
+    return InParts(transfer.load, block_ids, copies)
+
+
+def prepare_store(transfer: Transfer, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedStore:
+    """As :meth:`maru_core.contracts.PreparesStores.prepare_store`, of any transfer."""
+    if isinstance(transfer, PreparesStores):
+        return transfer.prepare_store(block_ids, copies)
+    return InParts(transfer.store, block_ids, copies)
 
 
 class InParts:
-    """Implements PreparedLoad by calls of ``load`` between which the brake is looked at."""
+    """Implements PreparedLoad and PreparedStore by calls between which the brake is looked at."""
 
-    def __init__(self, transfer: Transfer, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
-        self._transfer = transfer
+    def __init__(
+        self,
+        move: Callable[[Sequence[int], Sequence[ChunkCopy]], None],
+        block_ids: Sequence[int],
+        copies: Sequence[ChunkCopy],
+    ) -> None:
+        """``move``: the transfer's ``load`` or ``store``."""
+        self._move = move
         self._block_ids = block_ids
         self._copies = copies
 
@@ -32,7 +45,7 @@ class InParts:
             if pull is Pull.STOP or (pull is Pull.YIELD and done >= least):
                 break
             part = self._copies[done : done + max(1, least)]
-            self._transfer.load(self._block_ids, part)
+            self._move(self._block_ids, part)
             done += len(part)
         return done
 

@@ -87,55 +87,46 @@ def failed_blocks(op: LoadOp, shape: ChunkShape, good: int) -> Sequence[int]:
 
 @frozen
 class StoreItems:
-    """Objects to be stored, of one request or several: columns with one item per object."""
+    """Objects to be stored, of one request or several: whole chunks, layer by layer within each.
+
+    ``keys`` and ``parents`` have one item per object, ``blocks`` the ids of each chunk, one chunk after the other.
+    """
 
     keys: Sequence[bytes]
     parents: Sequence[bytes]
-    #: The blocks of each object's chunk.
-    blocks: Sequence[Sequence[int]]
+    blocks: Sequence[int]
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    def part(self, objects: range) -> StoreItems:
-        """Some of them."""
-        cut = slice(objects.start, objects.stop)
-        return StoreItems(self.keys[cut], self.parents[cut], self.blocks[cut])
+
+def items_of(ops: Sequence[StoreOp]) -> StoreItems:
+    """What these orders store."""
+    return StoreItems(
+        [key for op in ops for key in op.keys],
+        [parent for op in ops for parent in op.parents],
+        [block for op in ops for block in op.blocks],
+    )
 
 
-def items_of(ops: Sequence[StoreOp], shape: ChunkShape) -> StoreItems:
-    """What these orders store; chunk by chunk, and layer by layer in a chunk."""
-    keys = [key for op in ops for key in op.keys]
-    parents = [parent for op in ops for parent in op.parents]
-    per = shape.blocks
-    blocks = [
-        op.blocks[index // shape.objects * per : (index // shape.objects + 1) * per]
-        for op in ops
-        for index in range(len(op.keys))
-    ]
-    return StoreItems(keys, parents, blocks)
+def part_of(op: StoreOp, shape: ChunkShape, objects: range) -> StoreItems:
+    """Some whole chunks of what an order stores."""
+    part = slice(objects.start, objects.stop)
+    chunks = range(objects.start // shape.objects, objects.stop // shape.objects)
+    blocks = op.blocks[chunks.start * shape.blocks : chunks.stop * shape.blocks]
+    return StoreItems(op.keys[part], op.parents[part], blocks)
 
 
-def store_copies(
-    items: StoreItems, shape: ChunkShape, chosen: Sequence[int], room: Callable[[int], memoryview]
-) -> tuple[list[int], list[ChunkCopy]]:
-    """Block ids and copies that fill ``room(index)`` for the ``chosen`` objects."""
-    size = shape.chunk_tokens
-    blocks: list[int] = []
-    copies = []
-    last, place = -1, -1
-    for index in chosen:
-        chunk = index // shape.objects
-        if chunk != last:
-            last, place = chunk, place + 1
-            blocks += items.blocks[index]
-        copies.append(
-            ChunkCopy(
-                chunk=place,
-                first=place * size,
-                last=(place + 1) * size,
-                buffer=room(index),
-                layer=shape.layer(index),
-            )
+def store_copies(shape: ChunkShape, chosen: Sequence[int], room: Callable[[int], memoryview]) -> list[ChunkCopy]:
+    """Copies that fill ``room(index)`` for the ``chosen`` objects of some items, from the items' blocks."""
+    size, objects = shape.chunk_tokens, shape.objects
+    return [
+        ChunkCopy(
+            chunk=index // objects,
+            first=index // objects * size,
+            last=(index // objects + 1) * size,
+            buffer=room(index),
+            layer=shape.layer(index),
         )
-    return blocks, copies
+        for index in chosen
+    ]

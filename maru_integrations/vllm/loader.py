@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing
 from functools import partial
 
 from attrs import frozen
@@ -21,7 +21,7 @@ from maru_integrations.vllm.loadqueue import Ended, LoadJob, LoadQueue, cut
 from maru_integrations.vllm.metadata import CANCELLED, UNAVAILABLE, LoadOp
 from maru_integrations.vllm.moving import Link, Planned, carry_out, leading, plan
 from maru_integrations.vllm.overlap import LoadsInUse
-from maru_integrations.vllm.streams import Lane
+from maru_integrations.vllm.streams import Lane, on_lane
 from maru_transfer.helpers import share
 
 #: How long the loader sleeps between looks at the layers of a load that is to be released early, in seconds.
@@ -356,24 +356,19 @@ class Loader:
             load.cancel()
         return True
 
-    @contextmanager
-    def _copying(self, job: LoadJob) -> Iterator[bool]:
+    def _copying(self, job: LoadJob) -> AbstractContextManager[bool]:
+        return on_lane(self._lane, job.fence, partial(self._begin_copy, job), partial(self._end_copy, job))
+
+    def _begin_copy(self, job: LoadJob) -> bool:
         with self._ready:
             allowed, ended = self._queue.begin_copy(job, self._clock())
             self._set_brake()
         self._deliver(ended)
-        if not allowed:
-            yield False
-            return
-        try:
-            self._lane.after(job.fence)
-            yield True
-        finally:
-            try:
-                self._lane.drain()
-            finally:
-                with self._ready:
-                    self._queue.end_copy(job)
+        return allowed
+
+    def _end_copy(self, job: LoadJob) -> None:
+        with self._ready:
+            self._queue.end_copy(job)
 
     # -- on either ---------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from maru_core.client import Located, MaruHandler
 from maru_core.contracts import PreparedLoad, Transfer
 from maru_core.errors import TransferError
 from maru_core.foreign import pass_interrupt, show
-from maru_core.geometry import ObjectLayout
+from maru_core.geometry import ChunkCopy, ObjectLayout
 from maru_core.protocol import CommitStatus, ReserveStatus
 from maru_integrations.vllm.copies import ChunkShape, StoreItems, load_copies, store_copies
 from maru_integrations.vllm.metadata import NO_ROOM, PREEMPTED, REFUSED, UNAVAILABLE, LoadOp
@@ -23,6 +23,9 @@ from maru_transfer.prepared import prepare
 
 #: Wraps a copy. Yields whether it may be made; when it is left, pages and buffers are touched no more.
 Copying = Callable[[], AbstractContextManager[bool]]
+#: Makes copies from pages to objects by a transfer. How many, from the first, hold what was to be stored: those behind
+#: them were not made, or from blocks that were somebody else's by then. Afterwards nothing is touched any more.
+Copier = Callable[[Transfer, Sequence[int], Sequence[ChunkCopy]], int]
 
 
 @define
@@ -138,20 +141,25 @@ def leading(fine: Sequence[bool]) -> int:
     return next((index for index, good in enumerate(fine) if not good), len(fine))
 
 
+def store_all(transfer: Transfer, blocks: Sequence[int], copies: Sequence[ChunkCopy]) -> int:
+    """All of them, in the step that waits for it."""
+    transfer.store(blocks, copies)
+    return len(copies)
+
+
 def write(
     link: Link,
     items: StoreItems,
     shape: ChunkShape,
     weights_epoch: int,
-    copying: Copying = at_once,
-    valid: Callable[[], bool] = lambda: True,
+    copy: Copier = store_all,
     timeout: float | None = None,
 ) -> tuple[int, str]:
     """Copy what nobody has stored yet into the pool.
 
     Returns how many objects are there now or are being written by somebody else, and one of metadata's reasons when
-    that is not all of them. ``valid``: asked after the copy, whether its source was left alone until then. Raises
-    MaruError; then nothing stays reserved.
+    that is not all of them: PREEMPTED when ``copy`` did not make all of its copies. Raises MaruError, and whatever
+    ``copy`` raises; then nothing stays reserved.
     """
     handler = link.handler
     if not handler.is_up:
@@ -159,23 +167,21 @@ def write(
     grants = handler.reserve(
         items.keys, link.stored.nbytes, items.parents, weights_epoch=weights_epoch, timeout=timeout
     )
-    statuses = [ReserveStatus(status) for status in grants.statuses]
-    kept = sum(status in (ReserveStatus.PRESENT, ReserveStatus.BUSY) for status in statuses)
+    statuses = grants.statuses
+    kept = statuses.count(ReserveStatus.PRESENT) + statuses.count(ReserveStatus.BUSY)
     reason = NO_ROOM if ReserveStatus.NO_ROOM in statuses else REFUSED if ReserveStatus.REFUSED in statuses else ""
     new = grants.new
     if not new:
         return kept, reason
     try:
-        with copying() as allowed:
-            if allowed:
-                blocks, copies = store_copies(items, shape, new, lambda index: handler.room(grants, index))
-                link.stores.store(blocks, copies)
-        if not allowed or not valid():
-            handler.abort(grants, new)
-            return kept, PREEMPTED
-        committed = sum(
-            status == CommitStatus.OK for status in handler.commit(grants, new, checksums=True, timeout=timeout)
-        )
+        copies = store_copies(shape, new, lambda index: handler.room(grants, index))
+        moved = copy(link.stores, items.blocks, copies)
+        if moved < len(new):
+            handler.abort(grants, new[moved:])
+            new, reason = new[:moved], PREEMPTED
+        if not new:
+            return kept, reason
+        committed = handler.commit(grants, new, checksums=True, timeout=timeout).count(CommitStatus.OK)
     except BaseException:
         handler.abort(grants, new)
         raise

@@ -11,6 +11,7 @@ from typing import Any
 
 from attrs import define, frozen
 
+from maru_core.brake import Pull
 from maru_integrations.vllm.metadata import ERROR, PREEMPTED, QUEUE_FULL, StoreOp
 
 
@@ -101,6 +102,11 @@ class SaveQueue:
         job.step = Step.COPYING
         return True
 
+    def pull(self) -> Pull:
+        """What the copy that is under way, if there is one, is asked for."""
+        stopped = any(job.cancelled and job.step is Step.COPYING for job in self._jobs)
+        return Pull.STOP if stopped else Pull.GO_ON
+
     def end_copy(self, job: StoreJob) -> None:
         """Its pages are read no more."""
         if job.step is Step.COPYING:
@@ -118,7 +124,7 @@ class SaveQueue:
         return []
 
     def cancel(self, request_ids: Collection[str]) -> list[Saved]:
-        """These requests lose their blocks. A store of theirs that is being worked on ends with its piece."""
+        """These requests lose their blocks. A store of theirs that is being worked on ends soon."""
         ended = []
         for job in self.jobs:
             if job.op.request_id in request_ids:

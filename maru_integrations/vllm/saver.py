@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from functools import partial
 
 from attrs import frozen
 
 from maru_core import logs
-from maru_core.errors import Unavailable
+from maru_core.brake import Brake
+from maru_core.contracts import Transfer
+from maru_core.errors import TransferError, Unavailable
 from maru_core.foreign import show
+from maru_core.geometry import ChunkCopy
 from maru_integrations.vllm.answers import Answers
-from maru_integrations.vllm.copies import ChunkShape, items_of
+from maru_integrations.vllm.copies import ChunkShape, part_of
 from maru_integrations.vllm.loadqueue import cut
 from maru_integrations.vllm.metadata import ERROR, UNAVAILABLE, StoreOp
 from maru_integrations.vllm.moving import Link, write
 from maru_integrations.vllm.savequeue import Saved, SaveQueue, StoreJob
-from maru_integrations.vllm.streams import Lane
+from maru_integrations.vllm.streams import Lane, on_lane
+from maru_transfer.prepared import prepare_store
 
 
 @frozen
 class SaverSettings:
-    """Sizes in bytes: of the pieces that large stores are cut into, and of what may wait (it holds blocks)."""
+    """Sizes in bytes. ``limit_bytes`` may wait, which holds blocks."""
 
     limit_bytes: int
-    piece_bytes: int = 256 << 20
-    #: Longest wait of a preemption for a copy that is under way, in seconds; then what it read is thrown away.
+    #: A larger store is made in pieces: each has one call to reserve, one to copy and one to commit, after which others
+    #: find it. Few returns to Python matter more than an early beginning: a GPU's bus takes 40 ms for so much.
+    piece_bytes: int = 2 << 30
+    #: Of one call of a transfer that cannot be told to stop.
+    part_bytes: int = 256 << 20
+    #: Longest wait of a preemption for a copy that was told to stop, in seconds; then what it read is thrown away.
     drain_seconds: float = 1.0
     log_timing: bool = False
 
@@ -49,9 +57,13 @@ class Saver:
         self._answers = answers
         self._lane = lane
         self._settings = settings
+        #: Objects that a transfer that cannot be told to stop copies in one call.
+        self._part = max(1, settings.part_bytes // max(1, shape.nbytes)) * shape.objects
         self._log = logs.get_logger(__name__)
         self._ready = threading.Condition()
         self._queue = SaveQueue(settings.limit_bytes)
+        #: Of the copy that is under way; set from what the queue says whenever that may have changed.
+        self._brake = Brake()
         self._closing = False
         self._thread: threading.Thread | None = None
         self._told: set[str] = set()
@@ -82,15 +94,16 @@ class Saver:
         self._revive()
 
     def preempt(self, request_ids: Collection[str]) -> None:
-        """Blocks of these requests are somebody else's when this returns: what waits is dropped, copies are awaited.
+        """Blocks of these requests are somebody else's when this returns: what waits is dropped, copies are stopped.
 
-        A copy that takes too long reads on, but what it reads is not committed.
+        What was copied by then is stored. A copy that goes on for too long is not: what it reads is not committed.
         """
         if not request_ids:
             return
         deadline = time.monotonic() + self._settings.drain_seconds
         with self._ready:
             ended = self._queue.cancel(request_ids)
+            self._brake.pull = self._queue.pull()
             while self._queue.copying(request_ids):
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -109,10 +122,11 @@ class Saver:
         self._deliver(ended)
 
     def close(self, timeout: float = 2.0) -> bool:
-        """End the thread after its piece; whether it ended in time. What waits is not stored."""
+        """End the thread; whether it ended in time. What waits, and what is left of a copy, is not stored."""
         with self._ready:
             self._closing = True
             ended = self._queue.cancel({job.op.request_id for job in self._queue.jobs})
+            self._brake.pull = self._queue.pull()
             self._ready.notify_all()
             thread = self._thread
         self._deliver(ended)
@@ -156,11 +170,10 @@ class Saver:
         try:
             kept, reason = write(
                 self._link(),
-                items_of((job.op,), self._shape).part(piece),
+                part_of(job.op, self._shape, piece),
                 self._shape,
                 job.weights_epoch,
-                partial(self._copying, job),
-                lambda: not job.void,
+                partial(self._copy, job),
             )
         except Unavailable:
             reason = UNAVAILABLE
@@ -174,23 +187,29 @@ class Saver:
             self._log.info("maru.store", request=job.op.request_id, objects=len(piece), kept=kept, ms=took)
         self._deliver(ended)
 
-    @contextmanager
-    def _copying(self, job: StoreJob) -> Iterator[bool]:
+    def _copy(self, job: StoreJob, transfer: Transfer, blocks: Sequence[int], copies: Sequence[ChunkCopy]) -> int:
+        """See :data:`maru_integrations.vllm.moving.Copier`."""
+        with closing(prepare_store(transfer, blocks, copies)) as store:
+            begin, end = partial(self._begin_copy, job), partial(self._end_copy, job)
+            with on_lane(self._lane, job.fence, begin, end) as allowed:
+                if not allowed:
+                    return 0
+                moved = store.run(self._brake, self._part)
+        if not 0 <= moved <= len(copies) or (moved < len(copies) and not job.cancelled):
+            made = f"{moved} of {len(copies)} copies"
+            raise TransferError(f"{type(transfer).__name__} says that it made {made}, and was not told to stop")
+        return 0 if job.void else moved
+
+    def _begin_copy(self, job: StoreJob) -> bool:
         with self._ready:
             allowed = self._queue.begin_copy(job)
-        if not allowed:
-            yield False
-            return
-        try:
-            self._lane.after(job.fence)
-            yield True
-        finally:
-            try:
-                self._lane.drain()
-            finally:
-                with self._ready:
-                    self._queue.end_copy(job)
-                    self._ready.notify_all()
+            self._brake.pull = self._queue.pull()
+            return allowed
+
+    def _end_copy(self, job: StoreJob) -> None:
+        with self._ready:
+            self._queue.end_copy(job)
+            self._ready.notify_all()
 
     # -- on either ---------------------------------------------------------------------------------------------------
 

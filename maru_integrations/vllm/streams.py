@@ -8,7 +8,7 @@ thread did is done, and nothing is needed.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -94,6 +94,26 @@ class DeviceLane:
         """The thread waits, without the interpreter lock."""
         if not self._stream.query():
             self._stream.synchronize()
+
+
+@contextmanager
+def on_lane(lane: Lane, fence: Any, begin: Callable[[], bool], end: Callable[[], None]) -> Iterator[bool]:
+    """Wraps a copy of the calling thread, which has entered ``lane``, that comes after ``fence``.
+
+    Yields whether it may be made, which is what ``begin`` says. ``end`` is called after that when everything has run,
+    or failed to: pages and buffers are touched no more.
+    """
+    if not begin():
+        yield False
+        return
+    try:
+        lane.after(fence)
+        yield True
+    finally:
+        try:
+            lane.drain()
+        finally:
+            end()
 
 
 def lane_for(device: Any) -> Lane:

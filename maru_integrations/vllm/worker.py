@@ -261,7 +261,7 @@ class MaruWorker:
 
     def _store(self, ops: Sequence[StoreOp], weights_epoch: int) -> tuple[int, str]:
         start = time.perf_counter()
-        items = items_of(ops, self._shape)
+        items = items_of(ops)
         kept, reason = 0, ERROR
         try:
             if self._patience.allows(start):

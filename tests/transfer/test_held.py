@@ -74,27 +74,30 @@ def test_only_what_loads_by_layer_says_that_it_does() -> None:
     assert held(Copies(), pools).staging_bytes == 17  # type: ignore[attr-defined]
 
 
-def test_a_prepared_load_holds_from_its_plan_until_it_is_closed() -> None:
+@pytest.mark.parametrize("plan", ["prepare_load", "prepare_store"])
+def test_what_is_prepared_holds_from_its_plan_until_it_is_closed(plan: str) -> None:
     pools: Any = Pools()
-    transfer: Any = held(Copies(), pools)
-    load = transfer.prepare_load([], [None, None])
+    prepared = getattr(held(Copies(), pools), plan)([], [None, None])
     assert pools.users == 1
-    assert load.run(Brake(), 1) == 2
+    assert prepared.run(Brake(), 1) == 2
     assert pools.users == 1
-    load.close()
-    load.close()
+    prepared.close()
+    prepared.close()
     assert not pools.users
 
 
-def test_what_cannot_be_planned_holds_nothing() -> None:
+@pytest.mark.parametrize("plan", ["prepare_load", "prepare_store"])
+def test_what_cannot_be_planned_holds_nothing(plan: str) -> None:
     class Refusing(Copies):
         def prepare_load(self, block_ids: Any, copies: Any) -> Any:
             raise TransferError("injected")
 
+        prepare_store = prepare_load
+
     pools: Any = Pools()
     transfer: Any = held(Refusing(), pools)
     with pytest.raises(TransferError, match="injected"):
-        transfer.prepare_load([], [])
+        getattr(transfer, plan)([], [])
     assert not pools.users
 
 

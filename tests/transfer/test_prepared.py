@@ -1,4 +1,4 @@
-"""Loads that are planned before their turn and can be cut: whole ones, cut ones, failed ones, and none at all."""
+"""Loads and stores that are planned first and can be cut: whole ones, cut ones, failed ones, and none at all."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_forms import FORMS, Size
 from test_kernel import TIGHT, WAYS, Registering, opened, request
-from test_torch_copy import buffers_for, check_load, layers_of
+from test_torch_copy import buffers_for, check_load, check_store, layers_of
 
 from maru_core.brake import Brake, Pull
-from maru_core.contracts import PreparesLoads
+from maru_core.contracts import PreparesLoads, PreparesStores
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy
 from maru_transfer.layerwise import LayerwiseTransfer
-from maru_transfer.prepared import InParts, prepare
+from maru_transfer.prepared import InParts, prepare, prepare_store
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
 SLOW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -36,12 +36,17 @@ def driver(tmp_path_factory) -> FakeDriver:
 
 
 class Preparing(Registering):
-    """Loads in the prepared way."""
+    """Loads and stores in the prepared way."""
 
     def load(self, block_ids, copies) -> None:
         self._register(copies)
         with closing(prepare(self.transfer, block_ids, copies)) as load:
             assert load.run(Brake(), 1) == len(copies)
+
+    def store(self, block_ids, copies) -> None:
+        self._register(copies)
+        with closing(prepare_store(self.transfer, block_ids, copies)) as store:
+            assert store.run(Brake(), 1) == len(copies)
 
 
 @needs_compiler
@@ -50,7 +55,7 @@ class Preparing(Registering):
 @pytest.mark.parametrize("way", WAYS)
 @SLOW
 @given(case=cases(), seed=st.integers(0, 1000))
-def test_an_uncut_load_writes_what_was_asked_for(driver, way, name, case, kind, seed):
+def test_what_is_not_cut_writes_what_was_asked_for(driver, way, name, case, kind, seed):
     tuning, pieces = WAYS[way]
 
     def open_(layers, paged, stored) -> Any:
@@ -59,6 +64,7 @@ def test_an_uncut_load_writes_what_was_asked_for(driver, way, name, case, kind, 
         return Preparing(driver, driver.transfer(layers, paged, stored, tuning, **more), pieces)
 
     check_load(open_, name, case)
+    check_store(open_, name, case)
 
 
 @needs_compiler
@@ -91,6 +97,34 @@ def test_a_load_that_yields_has_moved_the_least_and_what_it_says(driver, way, se
     expected = CASE.engine(name, None)
     CASE.write(expected, objects)
     np.testing.assert_array_equal(target.memory, expected.memory)
+
+
+@needs_compiler
+@pytest.mark.parametrize("way", WAYS)
+@SLOW
+@given(seed=st.integers(0, 1000), least=st.integers(0, 7), name=st.sampled_from(sorted(FORMS)))
+def test_a_store_that_yields_has_moved_the_least_and_what_it_says(driver, way, seed, least, name):
+    """Pages change as soon as it has returned: what it says that it moved was in the buffers by then."""
+    tuning, pieces = WAYS[way]
+    engine = CASE.engine(name, 3)
+    objects = CASE.objects(engine)
+    buffers = [memoryview(bytearray(array.nbytes)) for array in objects]
+    copies = CASE.copies(buffers)
+    driver.hooks.fake_reset(seed)
+    transfer = driver.transfer(layers_of(engine), engine.paged, CASE.stored(engine), tuning)
+    Registering(driver, transfer, pieces)._register(copies)
+    brake = Brake()
+    brake.pull = Pull.YIELD
+    with closing(transfer), closing(prepare_store(transfer, CASE.block_ids, copies)) as store:
+        done = store.run(brake, least)
+        assert min(least, len(copies)) <= done <= len(copies)
+        if tuning is not WAYS["one slice"][0] and least < len(copies) - 2 and way != "mapped":
+            assert done < len(copies), "it goes on and on"
+        seen = [bytes(buffer) for buffer in buffers]
+        engine.memory[...] = 0
+    for number in range(done):
+        assert seen[number] == objects[number].tobytes()
+    assert [bytes(buffer) for buffer in buffers] == seen, "written to after it had returned"
 
 
 @needs_compiler
@@ -143,6 +177,45 @@ def test_a_load_under_way_is_stopped_by_another_thread(driver):
 
 
 @needs_compiler
+def test_a_store_under_way_is_stopped_by_another_thread(driver):
+    """And leaves behind the object that it is at whatever it will not commit."""
+    count = 2000
+    case = evolve(CASE, size=evolve(CASE.size, NB=2 * count), block_ids=list(range(2 * count)))
+    engine = case.engine("planes-first NHD", 3)
+    nbytes = case.stored(engine).nbytes
+    pool = registered(driver, aligned(count * nbytes))
+    copies = [ChunkCopy(n, 8 * n, 8 * n + 8, pool[n * nbytes : (n + 1) * nbytes]) for n in range(count)]
+    transfer = driver.transfer(layers_of(engine), engine.paged, case.stored(engine), TIGHT)
+    brake = Brake()
+    with closing(transfer), closing(prepare_store(transfer, case.block_ids, copies)) as store:
+        stopped = 0
+        for _ in range(100):  # the other thread may be late
+            pool[:] = bytes(len(pool))
+            brake.pull = Pull.GO_ON
+            timer = threading.Timer(0.003, lambda: setattr(brake, "pull", Pull.STOP))
+            timer.start()
+            done = store.run(brake, count)
+            timer.join()
+            if done < count:
+                stopped += 1
+                for copy in copies[max(0, done - 2) : done]:
+                    whole = engine.naive_object(case.block_ids, copy.chunk, copy.first, copy.last, 8)
+                    assert bytes(copy.buffer) == whole.tobytes()
+                assert not any(copies[-1].buffer)
+            if stopped == 20:
+                break
+        assert stopped, "no store was stopped while it was under way"
+
+
+@needs_compiler
+def test_a_store_into_what_cannot_be_written_is_refused_when_it_is_prepared(driver):
+    engine, transfer = opened(driver)
+    table, copies = request(engine)
+    with closing(transfer), pytest.raises(TransferError, match="read-only"):
+        prepare_store(transfer, table, [evolve(copies[0], buffer=copies[0].buffer.toreadonly())])
+
+
+@needs_compiler
 def test_a_request_without_sense_is_refused_when_it_is_prepared_and_a_failure_when_it_runs(driver):
     engine, transfer = opened(driver)
     table, copies = request(engine)
@@ -173,6 +246,8 @@ class Plain:
     def load(self, block_ids, copies) -> None:
         self.calls.append(len(copies))
 
+    store = load
+
 
 @pytest.mark.parametrize(
     ("pull", "least", "done", "calls"),
@@ -184,13 +259,14 @@ class Plain:
         (Pull.STOP, 4, 0, []),
     ],
 )
-def test_a_transfer_that_cannot_prepare_loads_part_by_part(pull, least, done, calls):
+@pytest.mark.parametrize("plan", [prepare, prepare_store])
+def test_a_transfer_that_cannot_prepare_moves_part_by_part(plan, pull, least, done, calls):
     transfer = Plain([])
-    assert not isinstance(transfer, PreparesLoads)
-    load = prepare(transfer, [], [None] * 10)  # type: ignore[arg-type,list-item]
-    assert isinstance(load, InParts)
+    assert not isinstance(transfer, PreparesLoads | PreparesStores)
+    planned = plan(transfer, [], [None] * 10)
+    assert isinstance(planned, InParts)
     brake = Brake()
     brake.pull = pull
-    assert load.run(brake, least) == done
+    assert planned.run(brake, least) == done
     assert transfer.calls == calls
-    load.close()
+    planned.close()

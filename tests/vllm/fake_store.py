@@ -253,9 +253,10 @@ class FakeHandler:
         checksums: bool,
         timeout: float | None = None,
     ) -> bytes:
-        for index in grants.new if indices is None else indices:
+        chosen = grants.new if indices is None else indices
+        for index in chosen:
             self.store.by_entry[grants.entries[index]].ready = True
-        return bytes([CommitStatus.OK]) * len(grants.new)
+        return bytes([CommitStatus.OK]) * len(chosen)
 
     @one_at_a_time
     def abort(self, grants: Grants, indices: Sequence[int] | None = None) -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from attrs import define, field
 
+from maru_core.brake import Brake, Pull
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
 
@@ -55,16 +57,21 @@ class SlowTransfer:
         self.closed = True
 
     def _all(self, what: str, block_ids: Sequence[int], copies: Sequence[ChunkCopy], *, store: bool) -> None:
-        assert not self.closed
-        assert self._busy.acquire(blocking=False), "a transfer is used by one thread at a time"
-        self.pace.calls.append(f"{what} begins")
-        try:
-            failure = self._failure()
+        with self.working(what) as failure:
             for layer in range(len(self.caches)):
                 self.pace.pause()
                 if failure is not None and layer == len(self.caches) // 2:
                     raise failure
                 self.move(block_ids, copies, layer, store=store)
+
+    @contextmanager
+    def working(self, what: str) -> Iterator[BaseException | None]:
+        """Wraps a call; yields what it shall raise."""
+        assert not self.closed
+        assert self._busy.acquire(blocking=False), "a transfer is used by one thread at a time"
+        self.pace.calls.append(f"{what} begins")
+        try:
+            yield self._failure()
         finally:
             self._busy.release()
             self.pace.calls.append(f"{what} ends")
@@ -88,6 +95,44 @@ class SlowTransfer:
                     row.copy_(slot.reshape(2, -1))
                 else:
                     slot.copy_(row.view_as(slot))
+
+
+class BrakedTransfer(SlowTransfer):
+    """Implements PreparesLoads and PreparesStores, too: looks at the brake before every layer of every copy."""
+
+    def prepare_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> BrakedCopies:
+        return BrakedCopies(self, list(block_ids), list(copies), store=False)
+
+    def prepare_store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> BrakedCopies:
+        return BrakedCopies(self, list(block_ids), list(copies), store=True)
+
+
+@define(eq=False)
+class BrakedCopies:
+    """Implements PreparedLoad and PreparedStore: one copy after the other, once."""
+
+    transfer: BrakedTransfer
+    blocks: list[int]
+    copies: list[ChunkCopy]
+    store: bool = field(kw_only=True)
+    closed: bool = False
+
+    def run(self, brake: Brake, least: int) -> int:
+        assert not self.closed
+        with self.transfer.working("store" if self.store else "load") as failure:
+            for done, copy in enumerate(self.copies):
+                for layer in range(len(self.transfer.caches)):
+                    pull = brake.pull
+                    if pull is Pull.STOP or (pull is Pull.YIELD and done >= least):
+                        return done
+                    self.transfer.pace.pause()
+                    if failure is not None and done == len(self.copies) // 2:
+                        raise failure
+                    self.transfer.move(self.blocks, [copy], layer, store=self.store)
+        return len(self.copies)
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class SlowLoad:

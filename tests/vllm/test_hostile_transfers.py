@@ -24,9 +24,10 @@ from maru_integrations.vllm.overlap import LoadsInUse
 from maru_integrations.vllm.streams import HostLane
 from maru_integrations.vllm.worker import MaruWorker, Threads
 from tests.vllm.fake_store import FakeStore
-from tests.vllm.mini_engine import Engine, check_store, reference
+from tests.vllm.lives import check_answers, end_stores, live, make_texts
+from tests.vllm.mini_engine import Engine, check_store
 from tests.vllm.slow_transfer import Pace, SlowLoad, SlowTransfer
-from tests.vllm.test_connector import keys_of, prompt, settled
+from tests.vllm.test_connector import keys_of, settled
 from tests.vllm.test_loader_saver import LAYERS, PAGED, SHAPE, STORED, World, closing
 
 
@@ -317,7 +318,7 @@ def test_lives_with_an_engine_that_raises_everywhere(
     """Answers are right, what is stored is right, nothing is held, and nothing reaches a hook of vLLM."""
     rng, moods, store = random.Random(str(share)), random.Random(share), FakeStore()
     pace = Pace(lambda: time.sleep(0.001 if moods.random() < 0.5 else 0))
-    texts = [prompt(200, seed) for seed in range(3)]
+    texts = make_texts(rng)
 
     def moody(*what: Any) -> Moody:
         made = Moody(*what, pace)
@@ -326,32 +327,14 @@ def test_lives_with_an_engine_that_raises_everywhere(
 
     for _ in range(2):
         engine = engine_on(store, extra=extra, threads=bool(extra), transfer=moody, max_seqs=4)
-        free, prompts = engine.free_blocks(), {}
-        for step in range(80):
-            if rng.random() < 0.3:
-                name = f"r{step}"
-                prompts[name] = [*rng.choice(texts)[: rng.randrange(1, 200)], rng.randrange(900)]
-                engine.add(name, prompts[name], max_tokens=rng.randrange(1, 6))
-            if prompts and rng.random() < 0.05 and (victim := rng.choice(list(prompts))) in engine.scheduler.requests:
-                del prompts[victim]
-                engine.abort(victim)
-            engine.hooks = rng.random() < 0.9
-            engine.step()
+        free = engine.free_blocks()
+        prompts = live(engine, rng, texts, 80, lambda _: None, hooks=0.9)
         engine.run(3000, seconds=3.0)
-        for name, tokens in prompts.items():
-            answer = engine.answers[name]
-            assert answer == reference(tokens, len(answer)), name
-            assert answer
-        scheduler = engine.side._scheduler
-        assert scheduler is not None
-        deadline = time.monotonic() + 2.0
-        while scheduler._stores.outstanding and time.monotonic() < deadline:
-            engine.step()
+        whole = check_answers(engine, prompts)
+        end_stores(engine)
         engine.poisoned.clear()  # computed on a load that failed in the same step, and computed again
         settled(engine, free)
-        check_store(
-            store, [tokens + engine.answers[name] for name, tokens in prompts.items()], partial(keys_of, engine)
-        )
+        check_store(store, whole, partial(keys_of, engine))
         worker = engine.worker
         engine.worker.shutdown()
         assert not worker._guard.caught

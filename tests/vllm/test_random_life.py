@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.vllm.fake_store import FakeStore
-from tests.vllm.mini_engine import Engine, check_store, reference
+from tests.vllm.lives import check_answers, drop_lost, end_stores, evict, live, lose, make_texts
+from tests.vllm.mini_engine import Engine, check_store
 from tests.vllm.test_connector import keys_of, settled
 
 pytestmark = pytest.mark.slow
@@ -42,21 +43,6 @@ class Leaps:
         return self._now
 
 
-def lose(engine: Engine, rng: random.Random) -> None:
-    """Some object's bytes are not what was leased, from now on."""
-    entries = sorted(engine.store.by_entry)
-    if entries:
-        found = engine.store.by_entry[rng.choice(entries)]
-        engine.store.lost.add(found.entry)
-        found.data[:] = b"\x55" * len(found.data)
-
-
-def evict(engine: Engine, rng: random.Random) -> None:
-    keys = sorted(engine.store.objects)
-    if keys:
-        engine.store.drop(rng.choice(keys))
-
-
 def dawdle(rng: random.Random) -> Callable[[], None]:
     """Now and then the memory is slow, and once in a while slower than any load may be."""
 
@@ -68,50 +54,34 @@ def dawdle(rng: random.Random) -> Callable[[], None]:
     return wait
 
 
-def live(
-    engine: Engine, rng: random.Random, texts: list[list[int]], names: list[str], steps: int = STEPS
+def live_in_trouble(
+    engine: Engine, rng: random.Random, texts: list[list[int]], prefix: str, steps: int
 ) -> dict[str, list[int]]:
-    """Steps in which things happen; returns the prompts of requests that were not aborted."""
-    prompts: dict[str, list[int]] = {}
-    running: list[str] = []
-    for step in range(steps):
-        if len(running) < 6 and rng.random() < 0.4:
-            name = f"{names[0]}{step}"
-            tokens = rng.choice(texts)[: rng.randrange(1, 190)] + [rng.randrange(997) for _ in range(rng.randrange(9))]
-            prompts[name] = tokens
-            running.append(name)
-            engine.add(name, tokens, max_tokens=rng.randrange(1, 12))
-        dice = rng.random()
-        if running and dice < 0.06:
-            victim = running.pop(rng.randrange(len(running)))
-            prompts.pop(victim)
-            if rng.random() < 0.5:
-                engine.abort(victim)
-            else:
-                engine.between = lambda victim=victim: engine.abort(victim)
-        elif dice < 0.09:
+    """A life in which objects, look-ups and the server come to harm; see :func:`live`."""
+
+    def happen(dice: float) -> None:
+        if dice < 0.03:
             lose(engine, rng)
-        elif dice < 0.13:
+        elif dice < 0.07:
             evict(engine, rng)
-        elif dice < 0.15:
+        elif dice < 0.09:
             engine.store.fail_loads += 1
-        elif dice < 0.17:
+        elif dice < 0.11:
             engine.store.up = not engine.store.up
-        elif dice < 0.18:
+        elif dice < 0.12:
             engine.store.epoch += 1
-        elif dice < 0.19:
+        elif dice < 0.13:
             engine.scheduler.reset_prefix_cache()
-        elif dice < 0.20 and len(engine.scheduler.running) == len(engine.scheduler.requests) and not engine.ahead:
+        elif dice < 0.14 and len(engine.scheduler.running) == len(engine.scheduler.requests) and not engine.ahead:
             engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-        elif dice < 0.21:
+        elif dice < 0.15:
             engine.side.reset_cache()
-        elif dice < 0.30:
+        elif dice < 0.24:
             engine.store.answer_after = rng.randrange(4)
-        elif dice < 0.32:
+        elif dice < 0.26:
             engine.store.answer_after = 10**9
-        engine.hooks = rng.random() < 0.7
-        engine.step()
-        running = [name for name in running if name in engine.scheduler.requests]
+
+    prompts = live(engine, rng, texts, steps, happen, prefix=prefix, hooks=0.7)
     engine.store.up = True
     engine.store.answer_after = 0
     engine.run(3000)
@@ -133,8 +103,7 @@ def check_two_lives(
     if threads:
         store.before_read = dawdle(random.Random(f"{seed} read"))
         store.before_write = dawdle(random.Random(f"{seed} write"))
-    texts = [[rng.randrange(997) for _ in range(200)] for _ in range(3)]
-    texts += [texts[0][:100] + texts[1][100:]]
+    texts = make_texts(rng)
     for number, extra in enumerate(knobs):
         engine = engine_on(
             store,
@@ -150,21 +119,12 @@ def check_two_lives(
         assert scheduler is not None
         scheduler._matcher._clock = scheduler._breaker.clock = Leaps(random.Random(f"{seed} {number} {leaps}"))
         free = engine.free_blocks()
-        prompts = live(engine, rng, texts, ["ab"[number]], steps)
-        assert prompts
-        for name, tokens in prompts.items():
-            answer = engine.answers[name]
-            assert answer == reference(tokens, len(answer)), name
-            assert answer
-        deadline = time.monotonic() + 1.0
-        while scheduler._stores.outstanding and time.monotonic() < deadline:
-            engine.step()
+        whole = check_answers(engine, live_in_trouble(engine, rng, texts, "ab"[number], steps))
+        end_stores(engine)
         if not (extra.get("maru_async_load") or ahead) or extra.get("maru_overlap_load_with_compute"):
             engine.poisoned.clear()  # computed on a load that failed in the same step, and computed again
         settled(engine, free)
-        for key in [key for key, found in store.objects.items() if found.entry in store.lost]:
-            store.drop(key)
-        whole = [tokens + engine.answers[name] for name, tokens in prompts.items()]
+        drop_lost(engine)
         check_store(store, whole, partial(keys_of, engine))
 
 

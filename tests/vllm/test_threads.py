@@ -21,10 +21,10 @@ from maru_integrations.vllm.saver import SaverSettings
 from maru_integrations.vllm.streams import HostLane
 from maru_integrations.vllm.worker import Threads
 from tests.vllm.fake_store import FakeStore
+from tests.vllm.lives import check_answers, drop_lost, evict, live, lose, make_texts
 from tests.vllm.mini_engine import CHUNK, LAYERS, Engine, check_store, reference
-from tests.vllm.slow_transfer import Pace, SlowTransfer, sleeping
+from tests.vllm.slow_transfer import BrakedTransfer, Pace, SlowTransfer, sleeping
 from tests.vllm.test_connector import keys_of, prompt, settled, warm
-from tests.vllm.test_random_life import evict, lose
 
 pytestmark = pytest.mark.slow
 
@@ -45,16 +45,17 @@ def threaded(engine_on: EngineOn, store: FakeStore, knobs: dict[str, Any], pace:
     """An engine with the threads that ``knobs`` ask for; its threads have ended afterwards."""
     early = 1 if "maru_overlap_load_with_compute" in knobs else 0
     loads = LoaderSettings(piece_bytes=4096, release_after=early, num_layers=LAYERS)
-    stores = SaverSettings(limit_bytes=options.pop("limit", 1 << 30), piece_bytes=4096, drain_seconds=5)
+    # Objects have 2 KiB.
+    stores = SaverSettings(options.pop("limit", 1 << 30), piece_bytes=8192, part_bytes=4096, drain_seconds=5)
     threads = Threads(
         HostLane, loads if "maru_async_load" in knobs else None, stores if "maru_async_store" in knobs else None
     )
-    load_timeout = options.pop("load_timeout", 20)
+    load_timeout, transfer = options.pop("load_timeout", 20), options.pop("transfer", SlowTransfer)
     engine = engine_on(
         store,
         extra=knobs,
         threads=threads,
-        transfer=lambda caches, paged, stored: SlowTransfer(caches, paged, stored, pace),
+        transfer=lambda caches, paged, stored: transfer(caches, paged, stored, pace),
         **options,
     )
     side = engine.side._scheduler
@@ -133,43 +134,30 @@ ERRORS: list[Callable[[], BaseException]] = [
 ]
 
 
-def live(engine: Engine, pace: Pace, rng: random.Random, texts: list[list[int]], steps: int) -> dict[str, list[int]]:
-    """Arrivals, aborts at any moment, preemptions, evictions, damage, failing copies, a server that comes and goes."""
-    prompts: dict[str, list[int]] = {}
-    running: list[str] = []
-    for step in range(steps):
-        if len(running) < 6 and rng.random() < 0.4:
-            name = f"r{step}"
-            tokens = rng.choice(texts)[: rng.randrange(1, 190)] + [rng.randrange(997) for _ in range(rng.randrange(9))]
-            prompts[name] = tokens
-            running.append(name)
-            engine.add(name, tokens, max_tokens=rng.randrange(1, 12))
-        dice = rng.random()
-        if running and dice < 0.06:
-            victim = running.pop(rng.randrange(len(running)))
-            prompts.pop(victim)
-            if rng.random() < 0.5:
-                engine.abort(victim)
-            else:
-                engine.between = lambda victim=victim: engine.abort(victim)
-        elif dice < 0.08:
+def live_in_trouble(
+    engine: Engine, pace: Pace, rng: random.Random, texts: list[list[int]], steps: int
+) -> dict[str, list[int]]:
+    """Preemptions, evictions, damage, failing copies, a server that comes and goes; see :func:`live`."""
+
+    def happen(dice: float) -> None:
+        if dice < 0.02:
             lose(engine, rng)
-        elif dice < 0.11:
+        elif dice < 0.05:
             evict(engine, rng)
-        elif dice < 0.15:
+        elif dice < 0.09:
             pace.failures.append(rng.choice(ERRORS)())
-        elif dice < 0.16:
+        elif dice < 0.10:
             engine.store.up = not engine.store.up
-        elif dice < 0.17:
+        elif dice < 0.11:
             engine.store.epoch += 1
-        elif dice < 0.18:
+        elif dice < 0.12:
             engine.scheduler.reset_prefix_cache()
-        elif dice < 0.19:
+        elif dice < 0.13:
             engine.side.reset_cache()
-        engine.step()
-        if rng.random() < 0.3:
+        elif dice < 0.43:
             time.sleep(rng.choice([0, 0.001, 0.004]))
-        running = [name for name in running if name in engine.scheduler.requests]
+
+    prompts = live(engine, rng, texts, steps, happen)
     engine.store.up = True
     pace.failures.clear()
     finish(engine)
@@ -182,9 +170,9 @@ def test_random_lives_with_threads(engine_on: EngineOn, knobs: dict[str, Any], s
     """Whatever happens: every answer is right, no assertion of vLLM fires, nothing is left, no wrong byte is stored."""
     rng = random.Random(f"{seed} {knobs}")
     store, pace = FakeStore(), Pace(pause=sleeping(Steps(seed)))
-    texts = [[rng.randrange(997) for _ in range(200)] for _ in range(3)]
-    texts += [texts[0][:100] + texts[1][100:]]
+    texts = make_texts(rng)
     options = {
+        "transfer": [BrakedTransfer, SlowTransfer][seed % 2],
         "num_blocks": rng.choice([20, 32, 64]),
         "budget": rng.choice([16, 40, 64, 200]),
         "max_seqs": rng.choice([2, 8]),
@@ -193,18 +181,11 @@ def test_random_lives_with_threads(engine_on: EngineOn, knobs: dict[str, Any], s
     }
     with threaded(engine_on, store, knobs, pace, **options) as engine:
         free = engine.free_blocks()
-        prompts = live(engine, pace, rng, texts, 150)
-        assert prompts
-        for name, tokens in prompts.items():
-            answer = engine.answers[name]
-            assert answer == reference(tokens, len(answer)), name
-            assert answer
+        whole = check_answers(engine, live_in_trouble(engine, pace, rng, texts, 150))
         assert engine.free_blocks() == free
         assert not engine.held
         assert not store.leases
         assert not engine.side._guard.caught
         assert not engine.worker._guard.caught
-        for key in [key for key, found in store.objects.items() if found.entry in store.lost]:
-            store.drop(key)
-        whole = [tokens + engine.answers[name] for name, tokens in prompts.items()]
+        drop_lost(engine)
         check_store(store, whole, partial(keys_of, engine))
