@@ -41,6 +41,23 @@ void maru_leave(const struct maru_cuda *cuda, struct maru_entered before) {
   if (before.pushed) cuda->driver.CtxPop(&popped);
 }
 
+int maru_take_event(struct maru_cuda *cuda, CUhandle_ *event, char *text, size_t room) {
+  const struct maru_driver *driver = &cuda->driver;
+  pthread_mutex_lock(&cuda->lock);
+  *event = cuda->spares ? cuda->spare[--cuda->spares] : NULL;
+  pthread_mutex_unlock(&cuda->lock);
+  if (!*event) TRY(EventCreate, event, CU_EVENT_DISABLE_TIMING_);
+  return MARU_OK;
+}
+
+void maru_give_event(struct maru_cuda *cuda, CUhandle_ event) {
+  pthread_mutex_lock(&cuda->lock);
+  int kept = cuda->spares < MARU_MOST_SPARE;
+  if (kept) cuda->spare[cuda->spares++] = event;
+  pthread_mutex_unlock(&cuda->lock);
+  if (!kept) cuda->driver.EventDestroy(event);
+}
+
 static int open_library(struct maru_driver *driver, const char *library, char *text, size_t room) {
   const char *name = library ? library : "libcuda.so.1", *missing = NULL;
   driver->library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
@@ -107,6 +124,7 @@ int maru_cuda_open(const char *library, int device, struct maru_cuda **out, char
   *out = NULL;
   struct maru_cuda *cuda = calloc(1, sizeof *cuda);
   if (!cuda) return MARU_E_MEMORY;
+  pthread_mutex_init(&cuda->lock, NULL);
   int status = open_library(&cuda->driver, library, text, room);
   if (!status) status = look_at(cuda, device, text, room);
   if (!status) {
@@ -125,10 +143,12 @@ void maru_cuda_close(struct maru_cuda *cuda) {
   if (!cuda) return;
   if (cuda->context) {
     struct maru_entered before = maru_enter(cuda);
+    while (cuda->spares) cuda->driver.EventDestroy(cuda->spare[--cuda->spares]);
     if (cuda->module) cuda->driver.ModuleUnload(cuda->module);
     maru_leave(cuda, before);
     cuda->driver.PrimaryRelease(cuda->device);
   }
+  pthread_mutex_destroy(&cuda->lock);
   /* The driver itself stays: it has threads, and torch has it open anyway. */
   free(cuda);
 }

@@ -22,6 +22,7 @@
 #define MARU_MOST_WINDOW 64
 #define MARU_TEXT 320
 #define MARU_WIDTHS 5 /* accesses of 1, 2, 4, 8, 16 bytes */
+#define MARU_MOST_SPARE 256
 
 struct maru_cuda {
   struct maru_driver driver;
@@ -29,6 +30,10 @@ struct maru_cuda {
   int device;
   CUhandle_ context, module;
   CUhandle_ kernel[2][MARU_WIDTHS]; /* by direction */
+  /* Events that nobody uses, for the next load by layer: making and destroying them for each takes longer. */
+  pthread_mutex_t lock;
+  CUhandle_ spare[MARU_MOST_SPARE];
+  uint32_t spares;
 };
 
 struct maru_pages {
@@ -41,6 +46,7 @@ struct maru_pages {
   CUhandle_ lane[MARU_MOST_SLOTS];
   CUhandle_ placed[MARU_MOST_SLOTS];   /* the last slice of the job in that slot has no more to do with pages */
   CUhandle_ crossed[MARU_MOST_WINDOW]; /* the host memory of a slice may be used again; slices take turns */
+  uint8_t straight[MARU_MOST_WINDOW];  /* then pages have no more to do with it either: it needs no staging memory */
   /* What addresses of pages are all multiples of, 16 at most. */
   uint64_t aligned;
   struct maru_place place;
@@ -53,6 +59,7 @@ struct maru_pages {
   const int32_t *brake;       /* enum maru_brake, set by anybody, or NULL */
   uint32_t least, moved;      /* segments: of what MARU_YIELD leaves to be moved, and that were submitted */
   int followed;               /* the last job was: nobody's stream waits for its pages, so maru_cuda_wait does */
+  int finished;               /* all is done when the call that submits returns: no stream has to wait */
   int failed;
   char text[MARU_TEXT];
 };
@@ -60,7 +67,7 @@ struct maru_pages {
 struct maru_layers {
   struct maru_cuda *cuda;
   CUhandle_ began;    /* on the stream of whoever began: from here on pages may be touched */
-  CUhandle_ *arrived; /* per layer */
+  CUhandle_ *arrived; /* per layer; those that one slice completes share one. NULL: there was nothing to move */
   uint32_t count;
   pthread_mutex_t lock; /* of what is below */
   pthread_cond_t changed;
@@ -101,6 +108,10 @@ struct maru_entered {
 struct maru_entered maru_enter(const struct maru_cuda *cuda);
 void maru_leave(const struct maru_cuda *cuda, struct maru_entered before);
 
+/* An event, to be given back when nobody uses it any more. What was recorded in it before may still be there. */
+int maru_take_event(struct maru_cuda *cuda, CUhandle_ *event, char *text, size_t room);
+void maru_give_event(struct maru_cuda *cuda, CUhandle_ event);
+
 /* Nothing of ours is on the device any more. */
 void maru_settle(const struct maru_pages *pages);
 
@@ -123,6 +134,9 @@ int maru_load_slice(struct maru_pages *pages, uint32_t slot, const struct maru_s
                     const struct maru_segment *last);
 int maru_store_slice(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,
                      const struct maru_segment *last);
+
+/* What comes to `stream` later comes after all that a slice of the job, one of the last `slots`, does with pages. */
+int maru_await_pages(struct maru_pages *pages, CUhandle_ stream, uint32_t slice);
 
 /* The slice that was submitted last, in `slot`, completes layers up to `layers`: their events come behind it, and
  * behind the slices before it. */

@@ -30,8 +30,9 @@ static int retire(struct maru_pages *pages, uint32_t left) {
   uint32_t until = pages->submitted > left ? pages->submitted - left : 0;
   int status;
   /* The last first: the others have mostly gone by then, and a thread that sleeps once is better than one that sleeps
-   * for each. Of a lane only the last slice needs to be looked at. */
-  for (uint32_t n = 0; n < pages->slots && until > pages->retired + n; n++) STEP(await(pages, until - 1 - n));
+   * for each. Slices that others have given way to have gone before those. */
+  uint32_t lanes = pages->slots > 1 ? pages->slots - 1 : 1;
+  for (uint32_t n = 0; n < lanes && until > pages->retired + n; n++) STEP(await(pages, until - 1 - n));
   for (; pages->retired < until; pages->retired++) {
     uint32_t turn = pages->retired % MARU_MOST_WINDOW, slot = maru_slot_of(pages, pages->retired);
     const struct maru_segment *s = &pages->job.segments[pages->first[turn]];
@@ -70,12 +71,12 @@ static int run(struct maru_pages *pages) {
     pages->moved = i = end;
   }
   if (pages->layers) {
-    /* Layers of which there was nothing to move have events that were never recorded, which count as run. */
+    /* Also of layers of which there was nothing to move. */
     maru_tell_layers(pages->layers, pages->layers->count, MARU_OK, NULL);
     return MARU_OK;
   }
-  for (uint32_t k = 0; k < pages->slots && k < pages->submitted; k++)
-    DO(pages, StreamWaitEvent, caller, pages->placed[maru_slot_of(pages, pages->submitted - 1 - k)], 0);
+  for (uint32_t k = 0; k < pages->slots && k < pages->submitted && !pages->finished; k++)
+    STEP(maru_await_pages(pages, caller, pages->submitted - 1 - k));
   return MARU_OK;
 }
 
@@ -174,8 +175,10 @@ int maru_cuda_run(struct maru_pages *pages, const struct maru_job *job, const in
   *moved = 0;
   if (!is_idle(pages)) return submit(pages, job, NULL); /* which says why not */
   pages->brake = brake, pages->least = least;
+  /* What is stored has left the pages, and with a brake it is waited for what is loaded to be there. */
+  pages->finished = brake != NULL || job->direction == MARU_STORE;
   int status = submit(pages, job, NULL);
-  pages->brake = NULL;
+  pages->brake = NULL, pages->finished = 0;
   if (status == MARU_E_ARGUMENT) return status; /* nothing was started */
   /* Of a job that ended early no event tells when its last slices are placed. */
   pages->followed = brake != NULL;

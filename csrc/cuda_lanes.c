@@ -33,18 +33,31 @@ static int comes_before_a_layer(const struct maru_pages *pages, const struct mar
  * caller's stream will wait for, and what comes last in each lane before a layer is complete what that layer's event
  * comes after. */
 static int close_pages(struct maru_pages *pages, uint32_t slot, const struct maru_segment *next) {
-  if (pages->layers ? comes_before_a_layer(pages, next) : pages->submitted + pages->slots >= pages->slices)
+  int last = pages->submitted + pages->slots >= pages->slices && !pages->finished;
+  if (pages->layers ? comes_before_a_layer(pages, next) : last)
     DO(pages, EventRecord, pages->placed[slot], pages->lane[slot]);
   return MARU_OK;
 }
 
-/* No more than slots - 1 copies of ours may run at any time. The next one may only once the one before it has gone, and
- * then somebody else's has waited longer. */
+int maru_await_pages(struct maru_pages *pages, CUhandle_ stream, uint32_t slice) {
+  uint32_t turn = slice % MARU_MOST_WINDOW;
+  CUhandle_ event = pages->straight[turn] ? pages->crossed[turn] : pages->placed[maru_slot_of(pages, slice)];
+  DO(pages, StreamWaitEvent, stream, event, 0);
+  return MARU_OK;
+}
+
+/* No more than slots - 1 slices of ours may cross at any time. The next one may only once the one before it has gone,
+ * and then somebody else's copy has waited longer. */
 static int give_way(struct maru_pages *pages, uint32_t slot) {
   if (pages->slots > 1 && pages->submitted >= pages->slots - 1)
     DO(pages, StreamWaitEvent, pages->lane[slot],
        pages->crossed[(pages->submitted + 1 - pages->slots) % MARU_MOST_WINDOW], 0);
   return MARU_OK;
+}
+
+/* Whether the slice goes between host memory and pages without staging memory: when it has crossed, all is done. */
+static int is_straight(struct maru_pages *pages, uint32_t way) {
+  return pages->straight[pages->submitted % MARU_MOST_WINDOW] = way == MARU_DIRECT || way == MARU_MAPPED;
 }
 
 /* The slice has no more to do with host memory. */
@@ -60,13 +73,14 @@ int maru_load_slice(struct maru_pages *pages, uint32_t slot, const struct maru_s
   if (way == MARU_BOUNCED)
     for (const struct maru_segment *s = first; s < last; s++)
       maru_segment_bounce(&pages->geometry, s, pages->bounce + slot * pages->slot_bytes, 1);
-  if (way == MARU_DIRECT) STEP(open_pages(pages, slot));
-  if (way != MARU_MAPPED) STEP(give_way(pages, slot));
+  if (is_straight(pages, way)) STEP(open_pages(pages, slot));
+  STEP(give_way(pages, slot));
   if (way != MARU_MAPPED) STEP(maru_copy_slice(pages, slot, first, last));
-  if (way != MARU_MAPPED) STEP(cross(pages, slot));
-  if (way != MARU_DIRECT) STEP(open_pages(pages, slot));
-  if (way != MARU_DIRECT) STEP(maru_place_slice(pages, slot, first, last));
-  if (way == MARU_MAPPED) STEP(cross(pages, slot));
+  if (way == MARU_MAPPED) STEP(maru_place_slice(pages, slot, first, last));
+  STEP(cross(pages, slot));
+  if (is_straight(pages, way)) return MARU_OK;
+  STEP(open_pages(pages, slot));
+  STEP(maru_place_slice(pages, slot, first, last));
   return close_pages(pages, slot, last);
 }
 
@@ -75,24 +89,31 @@ int maru_store_slice(struct maru_pages *pages, uint32_t slot, const struct maru_
   int status;
   uint32_t way = first->way;
   STEP(open_pages(pages, slot));
-  if (way != MARU_DIRECT) STEP(maru_place_slice(pages, slot, first, last));
-  if (way != MARU_DIRECT) STEP(close_pages(pages, slot, last));
-  if (way != MARU_MAPPED) STEP(give_way(pages, slot));
+  if (!is_straight(pages, way)) STEP(maru_place_slice(pages, slot, first, last));
+  if (!is_straight(pages, way)) STEP(close_pages(pages, slot, last));
+  STEP(give_way(pages, slot));
   if (way != MARU_MAPPED) STEP(maru_copy_slice(pages, slot, first, last));
-  if (way == MARU_DIRECT) STEP(close_pages(pages, slot, last));
+  if (way == MARU_MAPPED) STEP(maru_place_slice(pages, slot, first, last));
   return cross(pages, slot);
 }
 
-/* Layers' events come, by way of this lane, behind the slices before in the others; those have crossed before this one
- * did, so that waiting for their placement holds nobody up. */
+/* The event comes, by way of this lane, behind the slices before in the others; those have crossed before this one did,
+ * so that waiting for their placement holds nobody up. */
 int maru_complete_layers(struct maru_pages *pages, uint32_t slot, uint32_t layers) {
   struct maru_layers *follow = pages->layers;
   uint32_t done = follow->submitted; /* nobody else changes it */
+  int status;
   if (done >= layers) return MARU_OK;
-  for (uint32_t k = 1; k < pages->slots && k < pages->submitted; k++)
-    DO(pages, StreamWaitEvent, pages->lane[slot], pages->placed[maru_slot_of(pages, pages->submitted - 1 - k)], 0);
-  for (uint32_t layer = done; layer < layers; layer++)
-    DO(pages, EventRecord, follow->arrived[layer], pages->lane[slot]);
+  for (uint32_t k = 1; k < pages->slots && k < pages->submitted; k++) {
+    uint32_t slice = pages->submitted - 1 - k;
+    /* This lane has given way to that slice, see there. */
+    if (pages->straight[slice % MARU_MOST_WINDOW] && k + 1 == pages->slots) continue;
+    STEP(maru_await_pages(pages, pages->lane[slot], slice));
+  }
+  CUhandle_ event;
+  STEP(maru_take_event(pages->cuda, &event, pages->text, MARU_TEXT));
+  for (uint32_t layer = done; layer < layers; layer++) follow->arrived[layer] = event;
+  DO(pages, EventRecord, event, pages->lane[slot]);
   maru_tell_layers(follow, layers, MARU_OK, NULL);
   return MARU_OK;
 }

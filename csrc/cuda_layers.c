@@ -22,10 +22,10 @@ int maru_is_cancelled(struct maru_layers *layers) {
   return cancelled;
 }
 
-static int make_events(struct maru_layers *layers, CUhandle_ stream, char *text, size_t room) {
+static int begin(struct maru_layers *layers, CUhandle_ stream, char *text, size_t room) {
   const struct maru_driver *driver = &layers->cuda->driver;
-  TRY(EventCreate, &layers->began, CU_EVENT_DISABLE_TIMING_);
-  for (uint32_t k = 0; k < layers->count; k++) TRY(EventCreate, &layers->arrived[k], CU_EVENT_DISABLE_TIMING_);
+  int status;
+  STEP(maru_take_event(layers->cuda, &layers->began, text, room));
   TRY(EventRecord, layers->began, stream);
   return MARU_OK;
 }
@@ -45,7 +45,7 @@ int maru_cuda_layers_open(struct maru_cuda *cuda, uint32_t count, uint64_t strea
   pthread_mutex_init(&layers->lock, NULL);
   pthread_cond_init(&layers->changed, NULL);
   struct maru_entered before = maru_enter(cuda);
-  int status = make_events(layers, (CUhandle_)(uintptr_t)stream, text, room);
+  int status = begin(layers, (CUhandle_)(uintptr_t)stream, text, room);
   maru_leave(cuda, before);
   if (status)
     maru_cuda_layers_close(layers);
@@ -56,11 +56,11 @@ int maru_cuda_layers_open(struct maru_cuda *cuda, uint32_t count, uint64_t strea
 
 void maru_cuda_layers_close(struct maru_layers *layers) {
   if (!layers) return;
-  const struct maru_driver *driver = &layers->cuda->driver;
   struct maru_entered before = maru_enter(layers->cuda);
-  for (uint32_t k = 0; k < layers->count; k++)
-    if (layers->arrived[k]) driver->EventDestroy(layers->arrived[k]);
-  if (layers->began) driver->EventDestroy(layers->began);
+  CUhandle_ last = layers->began;
+  if (last) maru_give_event(layers->cuda, last);
+  for (uint32_t k = 0; k < layers->count; last = layers->arrived[k++])
+    if (layers->arrived[k] && layers->arrived[k] != last) maru_give_event(layers->cuda, layers->arrived[k]);
   maru_leave(layers->cuda, before);
   pthread_cond_destroy(&layers->changed);
   pthread_mutex_destroy(&layers->lock);
@@ -97,7 +97,7 @@ int maru_cuda_wait_layer(struct maru_layers *layers, uint32_t layer, uint64_t st
   while (!layers->status && layers->submitted <= layer) pthread_cond_wait(&layers->changed, &layers->lock);
   int status = layers->status;
   pthread_mutex_unlock(&layers->lock);
-  if (status) return status;
+  if (status || !layers->arrived[layer]) return status;
   /* Without the lock: a driver may block here for as long as the stream is full. */
   struct maru_entered before = maru_enter(layers->cuda);
   int result = layers->cuda->driver.StreamWaitEvent((CUhandle_)(uintptr_t)stream, layers->arrived[layer], 0);
@@ -114,12 +114,11 @@ int maru_cuda_layers_done(struct maru_layers *layers, uint32_t *submitted, uint3
   pthread_mutex_lock(&layers->lock);
   struct maru_entered before = maru_enter(layers->cuda);
   while (!layers->status && layers->done < layers->submitted) {
-    int result = layers->cuda->driver.EventQuery(layers->arrived[layers->done]);
+    CUhandle_ event = layers->arrived[layers->done];
+    int result = event ? layers->cuda->driver.EventQuery(event) : 0;
     if (result == CU_ERROR_NOT_READY_) break;
-    if (result)
-      fail(layers, "EventQuery", result);
-    else
-      layers->done++;
+    if (result) fail(layers, "EventQuery", result);
+    while (!result && layers->done < layers->submitted && layers->arrived[layers->done] == event) layers->done++;
   }
   maru_leave(layers->cuda, before);
   int status = layers->status;

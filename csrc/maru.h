@@ -277,7 +277,8 @@ enum maru_brake {
 /* maru_cuda_submit and maru_cuda_wait in one call, for callers that must take a lock after each; nothing is to be waited
  * for afterwards, also when it fails. Between slices `brake`, if not NULL, is looked at: an enum maru_brake that any
  * thread may change meanwhile. `*moved` is how many segments, from the first, were moved; all, unless it was braked. With
- * a brake it returns when pages were written, too, not only when host memory may be used again. */
+ * a brake it returns when pages were written, too, not only when host memory may be used again. Then, and when it stored,
+ * nothing is left that the caller's stream would have to wait for, and it does not. */
 MARU_API int maru_cuda_run(struct maru_pages *pages, const struct maru_job *job, const int32_t *brake, uint32_t least,
                            uint32_t *moved);
 

@@ -16,12 +16,14 @@
 
 #define API __attribute__((visibility("default")))
 #define MOST 256
+#define MOST_FUNCTIONS 40
 
-enum { INVALID = 1, NOT_READY = 600, UNKNOWN_FUNCTION = 500 };
+enum { INVALID = 1, NO_CONTEXT = 201, NO_HANDLE = 400, NOT_READY = 600, UNKNOWN_FUNCTION = 500 };
 enum op_kind { COPY, PLACE, FILL, RECORD, WAIT };
 
 struct event {
   uint64_t recorded, completed;
+  int destroyed;
 };
 
 struct op {
@@ -46,12 +48,18 @@ static int range_count;
 static uint64_t state = 1;
 static uint32_t slow;
 /* Copies, launches, batches, waits of the CPU, bytes copied, most bytes under way, errors, folded copies, events recorded
- * and waited for by streams. */
-static uint64_t counts[9];
+ * and waited for by streams, uses of events that are destroyed. */
+static uint64_t counts[10];
 static uint64_t under_way;
 static int lazy; /* nothing runs unless somebody waits for it */
 static char fail_name[64];
 static int fail_after = -1;
+static int fail_at = -1; /* so many calls of any function are left before one fails */
+static struct {
+  char name[40];
+  uint64_t count;
+} calls[MOST_FUNCTIONS];
+static int live_events;
 static int kernels[2][5]; /* store, width */
 
 /* Held until the end of the function. */
@@ -74,11 +82,20 @@ static uint32_t dice(uint32_t sides) {
 /* How the thread behaves beside captures of others. In the mode in which threads begin, most calls spoil one. */
 static _Thread_local int capture_mode = 0;
 
+/* Contexts that the thread has pushed. */
+static _Thread_local int contexts = 0;
+
+/* Every call comes by here: it is counted, and fails where the test wants that, or where a driver would. */
 static int fails(const char *name) {
-  int harmless = !strncmp(name, "cuInit", 6) || !strncmp(name, "cuDevice", 8);
-  if (capture_mode != CU_CAPTURE_RELAXED_ && !harmless) return 1;
-  if (fail_after < 0 || strcmp(name, fail_name)) return 0;
-  return fail_after-- == 0;
+  LOCKED;
+  int i = 0;
+  while (i < MOST_FUNCTIONS - 1 && calls[i].count && strcmp(calls[i].name, name)) i++;
+  if (!calls[i].count++) strncpy(calls[i].name, name, sizeof calls[i].name - 1);
+  if (fail_at >= 0 && fail_at-- == 0) return 999;
+  if (!strcmp(name, fail_name) && fail_after >= 0 && fail_after-- == 0) return 999;
+  if (!strncmp(name, "cuInit", 6) || !strncmp(name, "cuD", 3) || !strncmp(name, "cuCtx", 5)) return 0;
+  if (!strncmp(name, "cuThread", 8)) return 0;
+  return contexts ? capture_mode != CU_CAPTURE_RELAXED_ : NO_CONTEXT;
 }
 
 static void *address(uint64_t value) { return (void *)(uintptr_t)value; }
@@ -150,8 +167,8 @@ static struct op *push(CUhandle_ stream, enum op_kind kind) {
 API void fake_reset(uint64_t seed) {
   LOCKED;
   while (step_any()) continue;
-  state = (seed * 2 + 1) * 0x9E3779B97F4A7C15u, range_count = 0, fail_after = -1, under_way = 0, lazy = 0;
-  memset(counts, 0, sizeof counts);
+  state = (seed * 2 + 1) * 0x9E3779B97F4A7C15u, range_count = 0, fail_after = fail_at = -1, under_way = 0, lazy = 0;
+  memset(counts, 0, sizeof counts), memset(calls, 0, sizeof calls);
   slow = dice(3);
 }
 API void fake_register(uint64_t start, uint64_t bytes) {
@@ -172,6 +189,19 @@ API void fake_fail(const char *name, int after) {
   strncpy(fail_name, name, sizeof fail_name - 1);
   fail_after = after;
 }
+API void fake_fail_at(int index) {
+  LOCKED;
+  fail_at = index;
+}
+/* The name of a function that was called, and how often; NULL: there is none of that number. */
+API const char *fake_calls(int i, uint64_t *count) {
+  LOCKED;
+  if (i < 0 || i >= MOST_FUNCTIONS || !calls[i].count) return NULL;
+  return *count = calls[i].count, calls[i].name;
+}
+API int fake_events(void) { return live_events; }
+/* Whether the calling thread is as it was before it came: neither a context nor a mode is left behind. */
+API int fake_is_clean(void) { return !contexts && !capture_mode; }
 API void fake_lazy(int on) {
   LOCKED;
   lazy = on;
@@ -184,6 +214,17 @@ API void fake_drain(void) {
   LOCKED;
   while (step_any()) continue;
 }
+/* A stream of somebody else. */
+API CUhandle_ fake_open_stream(void) {
+  LOCKED;
+  for (int i = 1; i < MOST; i++)
+    if (!streams[i].used) return streams[i].used = 1, &streams[i];
+  return NULL;
+}
+API void fake_close_stream(CUhandle_ stream) {
+  LOCKED;
+  stream_of(stream)->used = 0;
+}
 API int fake_streams(void) {
   int used = 0;
   for (int i = 1; i < MOST; i++) used += streams[i].used;
@@ -193,29 +234,50 @@ API int fake_streams(void) {
 /* ---- The driver ------------------------------------------------------------------------------------------------- */
 
 API int cuInit(unsigned flags) { return (void)flags, fails("cuInit") ? 999 : 0; }
-API int cuDriverGetVersion(int *version) { return *version = 13000, 0; }
-API int cuDeviceGet(int *device, int number) { return *device = number, number ? 101 : 0; }
+API int cuDriverGetVersion(int *version) { return *version = 13000, fails("cuDriverGetVersion"); }
+API int cuDeviceGet(int *device, int number) { return *device = number, number ? 101 : fails("cuDeviceGet"); }
 API int cuDeviceGetAttribute(int *value, int attribute, int device) {
   (void)device;
+  if (fails("cuDeviceGetAttribute")) return 999;
   *value = attribute == CU_DEVICE_MAJOR_ ? 9 : attribute == CU_DEVICE_MINOR_ ? 0 : attribute == 16 ? 132 : 1;
   return 0;
 }
-API int cuDevicePrimaryCtxRetain(CUhandle_ *context, int device) { return *context = &streams[0], device; }
-API int cuDevicePrimaryCtxRelease_v2(int device) { return device; }
-API int cuCtxGetCurrent(CUhandle_ *context) { return *context = NULL, 0; }
+static int retained;
+API int fake_retained(void) { return retained; }
+API int cuDevicePrimaryCtxRetain(CUhandle_ *context, int device) {
+  int failed = fails("cuDevicePrimaryCtxRetain");
+  if (!failed) *context = &streams[0], retained++;
+  return failed ? failed : device;
+}
+API int cuDevicePrimaryCtxRelease_v2(int device) {
+  if (fails("cuDevicePrimaryCtxRelease")) return 999;
+  return retained--, device;
+}
+API int cuCtxGetCurrent(CUhandle_ *context) {
+  if (fails("cuCtxGetCurrent")) return 999;
+  return *context = contexts ? &streams[0] : NULL, 0;
+}
 API int cuThreadExchangeStreamCaptureMode(int *mode) {
   int before = capture_mode;
+  if (fails("cuThreadExchangeStreamCaptureMode")) return 999;
   capture_mode = *mode;
   *mode = before;
   return 0;
 }
-API int cuCtxPushCurrent_v2(CUhandle_ context) { return context == &streams[0] ? 0 : 201; }
-API int cuCtxPopCurrent_v2(CUhandle_ *context) { return *context = &streams[0], 0; }
+API int cuCtxPushCurrent_v2(CUhandle_ context) {
+  if (context != &streams[0] || fails("cuCtxPushCurrent")) return 201;
+  return contexts++, 0;
+}
+API int cuCtxPopCurrent_v2(CUhandle_ *context) {
+  if (!contexts || fails("cuCtxPopCurrent")) return 201;
+  return contexts--, *context = &streams[0], 0;
+}
 API int cuModuleLoadData(CUhandle_ *module, const void *image) {
   return *module = kernels, !image || fails("cuModuleLoadData") ? 209 : 0;
 }
-API int cuModuleUnload(CUhandle_ module) { return module != kernels; }
+API int cuModuleUnload(CUhandle_ module) { return fails("cuModuleUnload") ? 999 : module != kernels; }
 API int cuModuleGetFunction(CUhandle_ *function, CUhandle_ module, const char *name) {
+  if (fails("cuModuleGetFunction")) return 999;
   for (int i = 0; i < 10; i++) {
     char known[32];
     snprintf(known, sizeof known, "maru_%s_%d", i / 5 ? "store" : "load", 1 << i % 5);
@@ -227,16 +289,16 @@ API int cuStreamCreateWithPriority(CUhandle_ *stream, unsigned flags, int priori
   LOCKED;
   (void)priority;
   if (flags != CU_STREAM_NON_BLOCKING_ || fails("cuStreamCreateWithPriority")) return INVALID;
-  for (int i = 1; i < MOST; i++)
-    if (!streams[i].used) return streams[i].used = 1, *stream = &streams[i], 0;
-  return INVALID;
+  return (*stream = fake_open_stream()) ? 0 : INVALID;
 }
 API int cuStreamDestroy_v2(CUhandle_ stream) {
   LOCKED;
+  if (fails("cuStreamDestroy")) return 999;
   return stream_of(stream)->used = 0, 0;
 }
 API int cuStreamSynchronize(CUhandle_ stream) {
   LOCKED;
+  if (fails("cuStreamSynchronize")) return 999;
   while (stream_of(stream)->head)
     if (!step_any()) return NOT_READY;
   return 0;
@@ -245,6 +307,7 @@ API int cuStreamWaitEvent(CUhandle_ stream, CUhandle_ event, unsigned flags) {
   LOCKED;
   (void)flags;
   if (fails("cuStreamWaitEvent")) return 999;
+  if (((struct event *)event)->destroyed) return counts[9]++, NO_HANDLE;
   counts[8]++;
   struct op *op = push(stream, WAIT);
   op->event = event, op->ticket = op->event->recorded;
@@ -252,13 +315,22 @@ API int cuStreamWaitEvent(CUhandle_ stream, CUhandle_ event, unsigned flags) {
   return 0;
 }
 API int cuEventCreate(CUhandle_ *event, unsigned flags) {
+  LOCKED;
   (void)flags;
-  return (*event = calloc(1, sizeof(struct event))) ? 0 : INVALID;
+  if (fails("cuEventCreate") || !(*event = calloc(1, sizeof(struct event)))) return INVALID;
+  return live_events++, 0;
 }
-API int cuEventDestroy_v2(CUhandle_ event) { return !event; } /* kept: a stream may still wait for it */
+API int cuEventDestroy_v2(CUhandle_ event) {
+  LOCKED;
+  struct event *kept = event; /* a stream may still wait for it */
+  if (fails("cuEventDestroy")) return 999;
+  if (!kept || kept->destroyed) return counts[9]++, NO_HANDLE;
+  return kept->destroyed = 1, live_events--, 0;
+}
 API int cuEventRecord(CUhandle_ event, CUhandle_ stream) {
   LOCKED;
   if (fails("cuEventRecord")) return 999;
+  if (((struct event *)event)->destroyed) return counts[9]++, NO_HANDLE;
   counts[8]++;
   struct op *op = push(stream, RECORD);
   op->event = event, op->ticket = ++op->event->recorded;
@@ -269,6 +341,7 @@ API int cuEventSynchronize(CUhandle_ handle) {
   struct event *event = handle;
   counts[3]++;
   if (fails("cuEventSynchronize")) return 700;
+  if (event->destroyed) return counts[9]++, NO_HANDLE;
   while (event->completed < event->recorded)
     if (!step_any()) return NOT_READY;
   return 0;
@@ -278,6 +351,7 @@ API int cuEventQuery(CUhandle_ handle) {
   LOCKED;
   struct event *event = handle;
   if (fails("cuEventQuery")) return 700;
+  if (event->destroyed) return counts[9]++, NO_HANDLE;
   idle();
   return event->completed < event->recorded ? NOT_READY : 0;
 }
@@ -309,15 +383,17 @@ API int cuMemcpy2DAsync_v2(const struct maru_copy_2d *copy, CUhandle_ stream) {
   idle();
   return 0;
 }
-API int cuMemcpyAsync(CUdeviceptr_ target, CUdeviceptr_ source, size_t bytes, CUhandle_ stream) {
-  LOCKED;
-  if (fails("cuMemcpyAsync")) return 719;
+static int copy_async(CUdeviceptr_ target, CUdeviceptr_ source, size_t bytes, CUhandle_ stream) {
   if (crosses(target, bytes) || crosses(source, bytes)) return INVALID;
   fake_copy(stream, target, source, bytes);
   counts[0]++, counts[4] += bytes;
   if (under_way > counts[5]) counts[5] = under_way;
   idle();
   return 0;
+}
+API int cuMemcpyAsync(CUdeviceptr_ target, CUdeviceptr_ source, size_t bytes, CUhandle_ stream) {
+  LOCKED;
+  return fails("cuMemcpyAsync") ? 719 : copy_async(target, source, bytes, stream);
 }
 #if BATCH >= 12
 static int batch(CUdeviceptr_ *targets, CUdeviceptr_ *sources, size_t *bytes, size_t count,
@@ -326,7 +402,7 @@ static int batch(CUdeviceptr_ *targets, CUdeviceptr_ *sources, size_t *bytes, si
   if (fails("cuMemcpyBatchAsync")) return 719;
   if (!count || !stream || kinds != 1 || *starts || as->source_order != 1 || as->flags) return INVALID;
   for (size_t i = 0; i < count; i++) {
-    int result = bytes[i] ? cuMemcpyAsync(targets[i], sources[i], bytes[i], stream) : INVALID;
+    int result = bytes[i] ? copy_async(targets[i], sources[i], bytes[i], stream) : INVALID;
     if (result) return result;
   }
   counts[2]++;
@@ -346,6 +422,7 @@ API int cuMemcpyBatchAsync_v2(CUdeviceptr_ *targets, CUdeviceptr_ *sources, size
 }
 #endif
 API int cuMemcpyHtoD_v2(CUdeviceptr_ target, const void *source, size_t bytes) {
+  if (fails("cuMemcpyHtoD")) return 999;
   return memcpy(address(target), source, bytes), 0;
 }
 API int cuLaunchKernel(CUhandle_ function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
@@ -363,6 +440,7 @@ API int cuLaunchKernel(CUhandle_ function, unsigned gx, unsigned gy, unsigned gz
 }
 API int cuPointerGetAttributes(unsigned count, int *attributes, void **data, CUdeviceptr_ at) {
   LOCKED;
+  if (fails("cuPointerGetAttributes")) return 999;
   for (unsigned n = 0; n < count; n++) {
     uint64_t value[3] = {0, 0, 0};
     for (int i = 0; i < range_count; i++)

@@ -24,7 +24,18 @@ from maru_transfer.kernel import KernelTransfer, Tuning
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 #: What fake_counts fills, in this order.
-COUNTS = ("copies", "launches", "batches", "waits", "bytes", "most_under_way", "misaligned", "folded", "events")
+COUNTS = (
+    "copies",
+    "launches",
+    "batches",
+    "waits",
+    "bytes",
+    "most_under_way",
+    "misaligned",
+    "folded",
+    "events",
+    "misuses",
+)
 
 
 def compiler() -> str | None:
@@ -69,7 +80,10 @@ class FakeDriver:
         hooks.fake_fill.argtypes = (word, word, word, ctypes.c_int)
         hooks.fake_copy.argtypes = (word, word, word, word)
         hooks.fake_fail.argtypes = (ctypes.c_char_p, ctypes.c_int)
-        hooks.cuStreamDestroy_v2.argtypes = (word,)
+        hooks.fake_fail_at.argtypes = (ctypes.c_int,)
+        hooks.fake_open_stream.restype = word
+        hooks.fake_close_stream.argtypes = (word,)
+        hooks.fake_calls.argtypes, hooks.fake_calls.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_char_p
         library = load(native or compile_native(folder))
         assert isinstance(library, CudaLibrary), library
         return cls(path, library, hooks)
@@ -89,18 +103,23 @@ class FakeDriver:
         return kind(self.device(), memory or FakeMemory(self), layers, paged, stored, tuning)
 
     def stream(self) -> int:
-        """A stream of an engine, as if there was no capture that making one could spoil."""
-        handle, mode = ctypes.c_void_p(), ctypes.c_int(2)
-        self.hooks.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-        result = self.hooks.cuStreamCreateWithPriority(ctypes.byref(handle), 1, 0)
-        self.hooks.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-        assert result == 0
-        return handle.value or 0
+        """A stream of an engine; ended by ``hooks.fake_close_stream``."""
+        stream = self.hooks.fake_open_stream()
+        assert stream
+        return int(stream)
 
     def counts(self) -> dict[str, int]:
         found = (ctypes.c_uint64 * len(COUNTS))()
         self.hooks.fake_counts(found)
         return dict(zip(COUNTS, found, strict=True))
+
+    def calls(self) -> dict[str, int]:
+        """How often each function of the driver was called since it was reset."""
+        found, count, number = {}, ctypes.c_uint64(), 0
+        while name := self.hooks.fake_calls(number, ctypes.byref(count)):
+            found[name.decode()] = count.value
+            number += 1
+        return found
 
 
 @frozen(eq=False)

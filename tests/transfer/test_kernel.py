@@ -219,7 +219,7 @@ def test_a_failure_is_told_and_leaves_nothing_under_way(driver, call, after, dir
     for copy in copies:
         registered(driver, copy.buffer)
     driver.hooks.fake_fail(call.encode(), after)
-    if call == ("cuLaunchKernel" if direct else "cuMemcpyBatchAsync"):  # not called at all
+    if call in ({"cuLaunchKernel", "cuMemcpyAsync"} if direct else {"cuMemcpyBatchAsync"}):  # not called at all
         transfer.store(table, copies)
     else:
         with pytest.raises(TransferError, match=r"CUDA_ERROR_FAKE .* as the test wanted"):
@@ -328,8 +328,19 @@ MUTATIONS = {
     ),
     "the caller does not wait": (
         "cuda_jobs.c",
-        "DO(pages, StreamWaitEvent, caller, pages->placed[maru_slot_of(pages, pages->submitted - 1 - k)], 0);",
+        "STEP(maru_await_pages(pages, caller, pages->submitted - 1 - k));",
         "(void)caller;",
+    ),
+    "nobody waits for what is loaded": (
+        "cuda_jobs.c",
+        "pages->finished = brake != NULL || job->direction == MARU_STORE;",
+        "pages->finished = 1;",
+    ),
+    "an end before the other lanes'": ("cuda_jobs.c", "pages->slots > 1 ? pages->slots - 1 : 1;", "1;"),
+    "a slice that waits for none in another lane": (
+        "cuda_lanes.c",
+        "if (pages->slots > 1 && pages->submitted >= pages->slots - 1)",
+        "if (pages->slots > 1 && pages->submitted > UINT32_MAX - 1)",
     ),
     "a bounce buffer that is used too early": (
         "cuda_jobs.c",

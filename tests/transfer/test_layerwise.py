@@ -177,7 +177,7 @@ class Scene:
         self.let_end()
         self.transfer.close()
         self.driver.hooks.fake_drain()
-        self.driver.hooks.cuStreamDestroy_v2(self.stream)
+        self.driver.hooks.fake_close_stream(self.stream)
 
 
 @pytest.mark.slow
@@ -494,18 +494,18 @@ MUTATIONS = {
     ),
     "no wait for slices in other lanes": (
         "cuda_lanes.c",
-        "pages->placed[maru_slot_of(pages, pages->submitted - 1 - k)], 0);",
-        "pages->crossed[(pages->submitted - 1 - k) % MARU_MOST_WINDOW], 0);",
+        "STEP(maru_await_pages(pages, pages->lane[slot], slice));",
+        "(void)slot;",
     ),
     "no order after the caller's stream": (
         "cuda_layers.c",
         "TRY(EventRecord, layers->began, stream);",
-        "(void)stream;",
+        "(void)driver, (void)stream;",
     ),
     "the event before the placement": (
         "cuda_lanes.c",
-        "pages->layers ? comes_before_a_layer(pages, next) : pages->submitted",
-        "pages->layers ? comes_before_a_layer(pages, next) && 0 : pages->submitted",
+        "pages->layers ? comes_before_a_layer(pages, next) : last",
+        "pages->layers ? comes_before_a_layer(pages, next) && 0 : last",
     ),
     "an event only for the slice before": (
         "cuda_lanes.c",

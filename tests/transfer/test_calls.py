@@ -1,0 +1,197 @@
+"""How often a request asks the driver for something: what that costs a thread on a GPU, no machine here can tell.
+
+A prompt of 16,384 tokens of a model with the layers, blocks and chunks of Llama-3.1-8B, of which a token has a 128th of
+the bytes; so have slices. So a request makes as many slices, copies and launches as one of 2 GiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve, frozen
+from fake_device import FakeDriver, aligned, compiler, registered
+from paged_forms import Engine, Size
+from test_torch_copy import layers_of
+
+from maru_core.brake import Brake
+from maru_core.contracts import LayeredLoad
+from maru_core.geometry import ChunkCopy
+from maru_transfer.kernel import KernelTransfer, Tuning
+from maru_transfer.layerwise import LayerwiseTransfer
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
+
+SMALLER = 128
+SIZE = Size(L=32, NB=1032, BS=16, NH=1, HS=8, element=2)
+CHUNK, CHUNKS = 256, 64
+SLICES = 64
+#: The engine's own settings, for so few bytes.
+TUNING = evolve(Tuning(), slot_bytes=Tuning().slot_bytes // SMALLER, direct_bytes=1 << 40, mapped_bytes=0)
+TABLE: list[int] = (np.random.default_rng(1).permutation(SIZE.NB - 1)[: CHUNKS * CHUNK // SIZE.BS] + 1).tolist()
+
+
+@frozen(eq=False)
+class Bench:
+    """Pages, objects in one registered pool, and what makes the copies of either format."""
+
+    driver: FakeDriver
+    engine: Engine
+    pool: memoryview
+
+    @classmethod
+    def make(cls, driver: FakeDriver) -> Bench:
+        engine = Engine.make("planes-first NHD", SIZE, 5)
+        return cls(driver, engine, aligned(CHUNKS * engine.stored(CHUNK).nbytes))
+
+    def wanted(self) -> Any:
+        """[chunks, planes, layers, tokens, elements]: what objects must hold."""
+        pages = self.engine.memory.reshape(SIZE.L, 2, SIZE.NB, SIZE.BS, -1)[:, :, TABLE]
+        return pages.reshape(SIZE.L, 2, CHUNKS, CHUNK, -1).transpose(2, 1, 0, 3, 4)
+
+    def objects(self, copies: list[ChunkCopy]) -> Any:
+        """The same, from objects of either format."""
+        found = np.empty_like(self.wanted())
+        for copy in copies:
+            array = np.frombuffer(copy.buffer, np.uint16).reshape(2, -1, CHUNK, SIZE.NH * SIZE.HS)
+            if copy.layer is None:
+                found[copy.chunk] = array
+            else:
+                found[copy.chunk, :, copy.layer] = array[:, 0]
+        return found
+
+    def fill(self, copies: list[ChunkCopy], wanted: Any) -> None:
+        """Objects, as :meth:`wanted` says."""
+        for copy in copies:
+            array = wanted[copy.chunk] if copy.layer is None else wanted[copy.chunk, :, copy.layer]
+            copy.buffer[:] = array.tobytes()
+
+    def copies(self, *, layerwise: bool, scattered: bool) -> list[ChunkCopy]:
+        layers: list[int | None] = [*range(SIZE.L)] if layerwise else [None]
+        which = [(chunk, layer) for chunk in range(CHUNKS) for layer in layers]
+        nbytes = self.engine.stored(CHUNK, layerwise=layerwise).nbytes
+        places = list(range(len(which)))
+        if scattered:
+            places = np.random.default_rng(2).permutation(places).tolist()
+        buffers = [self.pool[place * nbytes : (place + 1) * nbytes] for place in places]
+        return [ChunkCopy(c, c * CHUNK, c * CHUNK + CHUNK, b, n) for (c, n), b in zip(which, buffers, strict=True)]
+
+
+def store(transfer: KernelTransfer, copies: list[ChunkCopy]) -> None:
+    transfer.store(TABLE, copies)
+
+
+def load(transfer: KernelTransfer, copies: list[ChunkCopy]) -> None:
+    transfer.load(TABLE, copies)
+
+
+def prepared(transfer: KernelTransfer, copies: list[ChunkCopy]) -> None:
+    with closing(transfer.prepare_load(TABLE, copies)) as found:
+        assert found.run(Brake(), 1) == len(copies)
+
+
+def by_layer(transfer: KernelTransfer, copies: list[ChunkCopy]) -> None:
+    assert isinstance(transfer, LayerwiseTransfer)
+    underway: LayeredLoad = transfer.begin_load(TABLE, copies)
+    underway.finish()
+    transfer._thread.settle()
+
+
+@frozen
+class Way:
+    """``copies`` by the copy engine, however many go in one call; ``events``: recorded, and waited for by streams."""
+
+    move: Callable[[KernelTransfer, list[ChunkCopy]], None]
+    copies: int
+    events: int
+    layerwise: bool = False
+    scattered: bool = False
+
+
+#: Of each slice the end of its crossing, and the wait of the next one for that.
+CROSSING = 2 * SLICES - 1
+#: Where pages may be touched, for each lane; and the end of what each does with them, which the caller's stream awaits.
+BEFORE, BEHIND = 1 + 2, 2 * 2
+#: Of each layer the end of the slice before its last, the wait for that, and its own event.
+LAYERS = 3 * SIZE.L
+#: The most that a request may take. Of scattered objects a few happen to lie at one distance.
+WAYS = {
+    "load": Way(load, SLICES, BEFORE + CROSSING + BEHIND),
+    "load, prepared": Way(prepared, SLICES, BEFORE + CROSSING),
+    "store": Way(store, SLICES, BEFORE + CROSSING),
+    "store, scattered": Way(store, SLICES, BEFORE + CROSSING, scattered=True),
+    "load by layer": Way(by_layer, SLICES, BEFORE + CROSSING + LAYERS),
+    "load by layer, scattered": Way(by_layer, SLICES * 64, BEFORE + CROSSING + LAYERS, scattered=True),
+    "load by layer, an object each": Way(by_layer, SLICES, BEFORE + CROSSING + LAYERS, layerwise=True),
+    "load by layer, an object each, scattered": Way(
+        by_layer, SLICES * 32, BEFORE + CROSSING + LAYERS, layerwise=True, scattered=True
+    ),
+    "store, an object for each layer": Way(store, SLICES, BEFORE + CROSSING, layerwise=True),
+    "store, an object for each layer, scattered": Way(
+        store, SLICES * 32, BEFORE + CROSSING, layerwise=True, scattered=True
+    ),
+}
+#: Calls of which a request makes a few, whatever its size: they take a tenth of a microsecond.
+CHEAP = {
+    "cuCtxGetCurrent",
+    "cuCtxPushCurrent",
+    "cuCtxPopCurrent",
+    "cuThreadExchangeStreamCaptureMode",
+    "cuPointerGetAttributes",
+}
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> FakeDriver:
+    return FakeDriver.build(tmp_path_factory.mktemp("calls"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        for name, way in WAYS.items()
+        for kind in (KernelTransfer, LayerwiseTransfer)
+        if kind is LayerwiseTransfer or way.move is not by_layer
+    ],
+)
+def test_a_request_asks_the_driver_no_more_than_this(
+    driver, monkeypatch, name: str, kind: type[KernelTransfer]
+) -> None:
+    way = WAYS[name]
+    monkeypatch.setattr("maru_transfer.flow.LEAST_SLICE", (8 << 20) // SMALLER)
+    monkeypatch.setattr("maru_transfer.kernel._LEAST_SLOT", TUNING.slot_bytes)
+    bench = Bench.make(driver)
+    wanted = bench.wanted()
+    copies = bench.copies(layerwise=way.layerwise, scattered=way.scattered)
+    stored = bench.engine.stored(CHUNK, layerwise=way.layerwise)
+    if way.move is not store:
+        bench.fill(copies, wanted)
+        bench.engine.memory[:] = 0
+    with closing(driver.transfer(layers_of(bench.engine), bench.engine.paged, stored, TUNING, kind)) as transfer:
+        # What the first request makes, the next ones use.
+        for _ in range(2):
+            driver.hooks.fake_reset(1)
+            registered(driver, bench.pool)
+            way.move(transfer, copies)
+            calls, counts = driver.calls(), driver.counts()
+    driver.hooks.fake_drain()
+    np.testing.assert_array_equal(bench.wanted(), wanted)
+    np.testing.assert_array_equal(bench.objects(copies), wanted)
+
+    assert counts["copies"] <= way.copies
+    # In so few calls: at most one for those that lie at one distance, and one for all others of a slice.
+    submitted = sum(calls.get(f"cuMemcpy{how}", 0) for how in ("Async", "BatchAsync"))
+    assert submitted + counts["folded"] <= SLICES * (1 if way.copies == SLICES else 4)
+    assert calls.pop("cuLaunchKernel") == SLICES
+    assert calls.pop("cuEventRecord") + calls.pop("cuStreamWaitEvent") <= way.events
+    # A thread sleeps until six of eight slices have gone, and in the end.
+    assert calls.pop("cuEventSynchronize") <= 2 + (SLICES - TUNING.window) // TUNING.burst
+    # Of a load whose end nobody's stream awaits, for the placement in both lanes.
+    assert calls.pop("cuStreamSynchronize", 0) <= 2
+    rest = {name: count for name, count in calls.items() if not name.startswith("cuMemcpy")}
+    assert rest.keys() <= CHEAP
+    assert sum(rest.values()) <= 40
