@@ -24,6 +24,8 @@ class Delayed:
         self._target = target
         #: Seconds; may be set at any time, and holds for what is said from then on.
         self.delay = 0.0
+        #: When the last of what the server has said so far arrives, on the monotonic clock.
+        self._last = 0.0
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener: asyncio.Server | None = None
@@ -41,6 +43,11 @@ class Delayed:
         self._thread.join()
         self._loop.close()
         self.path.unlink(missing_ok=True)
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way that was said under a longer delay: what comes behind it is as late."""
+        while (left := self._last - time.monotonic()) > 0:
+            time.sleep(left)
 
     def _wait(self, what: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(what, self._loop).result()
@@ -74,7 +81,9 @@ class Delayed:
         async def read() -> None:
             with suppress(OSError):
                 while part := await reader.read(_PART):
-                    parts.put_nowait((time.monotonic() + (self.delay if late else 0.0), part))
+                    due = time.monotonic() + (self.delay if late else 0.0)
+                    self._last = max(self._last, due)
+                    parts.put_nowait((due, part))
             parts.put_nowait((0.0, b""))
 
         reading = asyncio.ensure_future(read())

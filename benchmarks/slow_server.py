@@ -84,6 +84,7 @@ def slow_trial(engine: OnlineEngine, way: Delayed, number: int) -> dict[str, Any
     way.delay = ANSWER
     figures = figures_of(engine.run(requests(number)))
     way.delay = 0.0
+    way.settle()
     return {**figures, "resumed": resumed(engine)}
 
 

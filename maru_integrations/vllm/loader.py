@@ -144,7 +144,7 @@ class Loader:
         """Answer for what is past its deadline, or has nobody left to work on it."""
         now = self._clock()
         with self._ready:
-            ended = self._queue.expire(now)
+            ended = self._queue.look(now)
             self._set_brake()
             late = self._queue.late_copy(now)
             if self._thread is not None and not self._thread.is_alive():

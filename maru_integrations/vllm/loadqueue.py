@@ -20,6 +20,7 @@ from attrs import define, frozen
 from maru_core.brake import Pull
 from maru_integrations.vllm.copies import ChunkShape
 from maru_integrations.vllm.metadata import CANCELLED, LATE, LoadOp
+from maru_integrations.vllm.waits import Wait
 
 
 class Phase(Enum):
@@ -37,13 +38,15 @@ class Phase(Enum):
 class LoadJob:
     """One load. ``cuts`` are the ends of its pieces, in objects from its first; all before ``good`` are proven.
 
-    ``fence`` is what its copies come after. ``released``: its request was reported before all of it is there.
+    ``fence`` is what its copies come after; ``wait`` is that of vLLM's thread, which hears of an end once per step.
+    ``released``: its request was reported before all of it is there.
     """
 
     op: LoadOp
     fence: Any
     cuts: tuple[int, ...]
     expires: float
+    wait: Wait
     arrived: float
     good: int = 0
     phase: Phase = Phase.WAITING
@@ -100,7 +103,7 @@ class LoadQueue:
     def add(self, op: LoadOp, fence: Any, cuts: tuple[int, ...], now: float) -> LoadJob:
         """Queue a load of at least one piece."""
         expires = now + op.deadline if op.deadline > 0 else math.inf
-        job = LoadJob(op, fence, cuts, expires, now)
+        job = LoadJob(op, fence, cuts, expires, Wait(expires, now), now)
         self._jobs.append(job)
         return job
 
@@ -193,6 +196,13 @@ class LoadQueue:
                 if job.phase is not Phase.COPYING:
                     ended.append(self._end(job, CANCELLED))
         return ended
+
+    def look(self, now: float) -> list[Ended]:
+        """vLLM's thread looks, once per step: what it could hear of only after its deadline is late from now on."""
+        for job in self._jobs:
+            if job.wait.is_over(now):
+                job.expires = min(job.expires, now)
+        return self.expire(now)
 
     def expire(self, now: float) -> list[Ended]:
         """Loads whose deadline has passed; one that is being copied ends soon."""

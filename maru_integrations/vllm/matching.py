@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 
 from maru_core import logs
 from maru_core.client import Lease, MaruHandler
 from maru_core.errors import MaruError
+from maru_core.pool_format import KEY_SIZE
 from maru_integrations.vllm.breaker import Breaker
 from maru_integrations.vllm.requests import Hit, Lookup, RequestState
+from maru_integrations.vllm.waits import Wait
 
 #: How long all look-ups of one step together may wait for answers that are usually there after a fifth of it, in
 #: seconds. Each look-up waits once; after that its answer is taken when it is there.
 POLL = 0.001
 #: The same while the engine has nothing else to do: asking in a loop would only keep the server off the processor.
 IDLE_POLL = 0.01
+#: The key of no object: asking for it leases nothing, however late the answer comes.
+_NOBODYS = hashlib.blake2b(digest_size=KEY_SIZE, person=b"maru-probe").digest()
 
 
 class Matcher:
@@ -56,6 +61,9 @@ class Matcher:
         """Waiting is allowed anew. ``idle``: no request would be delayed by it."""
         self._idle = idle
         self._patience = IDLE_POLL if idle else POLL
+        if self._breaker.is_open:
+            # Not only when there is somebody to look up for: what is computed may be stored again as soon.
+            self._is_back()
 
     def match(self, state: RequestState, num_tokens: int, local: int) -> int | None:
         """Tokens beyond ``local`` that the pool holds, in ``[0, num_tokens - 1 - local]``; ``None``: ask again.
@@ -99,9 +107,12 @@ class Matcher:
 
     def _look_up(self, state: RequestState, num_tokens: int, local: int, cap: int) -> Hit | None:
         """Advance the question, which ``state.lookup`` is as long as it is open."""
-        if self._breaker.is_open and not self._probed(state, num_tokens, local):
+        if self._breaker.is_open and not self._is_back():
             # Nobody waits for a server that is late already.
             self.drop(state)
+            if not state.passed_over:
+                state.passed_over = True
+                self._count("lookups_skipped")
             return None
         try:
             if state.lookup is None and not self._ask(state, num_tokens, local, cap):
@@ -115,7 +126,7 @@ class Matcher:
             state.asked = True
             return None
         if lease is None:
-            if self._clock() >= lookup.deadline:
+            if lookup.wait.is_over(self._clock()):
                 lookup.pending.cancel()
                 state.lookup = None
                 state.asked = True
@@ -142,43 +153,27 @@ class Matcher:
         self._patience -= self._clock() - start
         return lease
 
-    def _probed(self, state: RequestState, num_tokens: int, local: int) -> bool:
-        """Find out now and then whether the server answers again, with a question that no request waits for."""
-        probe = self._probe
-        if probe is not None:
-            try:
-                lease = probe.pending.poll(0.0)
-            except MaruError:
-                self._probe = None
-                lease = None
-            if lease is not None:
-                self._handler.release(lease)
-                self._probe = None
-                self._breaker.answered()
-                self._log.info("maru.server_answers_again")
-                return True
-            if self._probe is not None and self._clock() >= probe.deadline:
-                probe.pending.cancel()
-                self._probe = None
-        if not state.passed_over:
-            state.passed_over = True
-            self._count("lookups_skipped")
-        first = local // self._chunk
-        has_chunk = num_tokens >= (first + 1) * self._chunk
-        if self._probe is None and has_chunk and self._handler.is_up and self._breaker.take_probe():
-            self._send_probe(state, first)
-        return False
-
-    def _send_probe(self, state: RequestState, first: int) -> None:
-        chain = state.chain
-        assert chain is not None
-        chain.extend(state.request.all_token_ids, (first + 1) * self._chunk)
+    def _is_back(self) -> bool:
+        """Find out now and then whether the server answers in time again, with a question that no request waits for."""
+        probe, lease = self._probe, None
+        if probe is not None and self._clock() >= probe.wait.deadline:
+            probe.pending.cancel()  # also if it was answered: nobody knows when
+            probe = None
         try:
-            pending = self._handler.submit_acquire(chain.object_keys(first, first + 1), leading=True)
+            if probe is None and self._handler.is_up and self._breaker.take_probe():
+                probe = self._submit([_NOBODYS], 0)
+                lease = self._poll(probe)
+            elif probe is not None:
+                lease = probe.pending.poll(0.0)
         except MaruError:
-            return
-        self._count("lookups")
-        self._probe = Lookup(pending, first, self._clock() + self._timeout)
+            probe = None
+        if lease is None:
+            self._probe = probe
+            return False
+        self._probe = None
+        self._breaker.answered()
+        self._log.info("maru.server_answers_again")
+        return True
 
     def _ask(self, state: RequestState, num_tokens: int, local: int, cap: int) -> bool:
         """Send the question; False when there is nobody to ask, or no whole chunk that could help."""
@@ -192,10 +187,14 @@ class Matcher:
             state.asked = True
             return False
         chain.extend(state.request.all_token_ids, end * self._chunk)
-        pending = self._handler.submit_acquire(chain.object_keys(first, end), leading=True)
-        self._count("lookups")
-        state.lookup = Lookup(pending, first, self._clock() + self._timeout)
+        state.lookup = self._submit(chain.object_keys(first, end), first)
         return True
+
+    def _submit(self, keys: Sequence[bytes], first: int) -> Lookup:
+        now = self._clock()
+        lookup = Lookup(self._handler.submit_acquire(keys, leading=True), first, Wait(now + self._timeout, now))
+        self._count("lookups")
+        return lookup
 
     def _alive(self, lease: Lease) -> bool:
         return self._handler.holds(lease.epoch)

@@ -8,18 +8,19 @@ from attrs import define, field
 
 from maru_core.client import Lease, PendingAcquire
 from maru_core.keys import KeyChain
+from maru_integrations.vllm.waits import Wait
 
 
 @define
 class Lookup:
-    """A question to the server that has not been answered: chunks from ``first_chunk`` on, until ``deadline``.
+    """A question to the server that has not been answered: chunks from ``first_chunk`` on, for as long as ``wait``.
 
     ``polled``: it has been waited for.
     """
 
     pending: PendingAcquire
     first_chunk: int
-    deadline: float
+    wait: Wait
     polled: bool = False
 
 

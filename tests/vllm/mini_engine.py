@@ -299,6 +299,7 @@ def make_engine(
     prefix_caching: bool = True,
     handler: Callable[[FakeStore], Any] = FakeHandler,
     ahead: bool = False,
+    policy: str = "fcfs",
     threads: bool | Threads = False,
     transfer: Callable[..., Any] | None = None,
 ) -> Engine:
@@ -326,6 +327,7 @@ def make_engine(
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
             async_scheduling=ahead,
+            policy=policy,
         ),
         kv_transfer_config=KVTransferConfig(
             kv_connector="MaruKVConnector",

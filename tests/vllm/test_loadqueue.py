@@ -142,6 +142,24 @@ def test_what_is_late_is_told_to_stop() -> None:
     assert (end.good, end.reason) == (0, LATE)
 
 
+def test_what_vllm_could_hear_of_only_after_its_deadline_is_late_at_the_look_before() -> None:
+    """Its thread looks once per step: a copy is stopped, a load that waits ends, and both in time."""
+    queue = LoadQueue()
+    copied, waiting, patient = (queued(queue, load_id, 3, deadline=limit) for load_id, limit in enumerate((1, 1, 1.5)))
+    assert queue.take() is copied
+    assert queue.begin_copy(copied, 0.0) == (True, [])
+    assert queue.look(0.4) == []
+    assert queue.pull(0.4) is Pull.GO_ON
+    (end,) = queue.look(0.7)
+    assert (end.job, end.reason) == (waiting, LATE)
+    assert queue.pull(0.7) is Pull.STOP
+    assert patient in queue.jobs
+    queue.end_copy(copied)
+    (end,) = queue.moved(copied, 1, 0.7, tried=1)
+    assert (end.good, end.reason) == (1, LATE)
+    assert [end.job for end in queue.look(1.1)] == [patient]
+
+
 def test_a_load_that_ended_meanwhile_writes_to_no_page() -> None:
     """Its blocks are somebody else's as soon as it was answered."""
     queue = LoadQueue()
@@ -178,6 +196,7 @@ class Loads(RuleBasedStateMachine):
         self.ended: dict[int, Ended] = {}
         self.current: LoadJob | None = None
         self.taken: list[int] = []
+        self.released: set[int] = set()
 
     def heard(self, ended: list[Ended]) -> None:
         for end in ended:
@@ -237,11 +256,12 @@ class Loads(RuleBasedStateMachine):
     @precondition(lambda self: self.is_copying)
     @rule()
     def release(self) -> None:
+        """Once in the life of a load, however many pieces it has."""
         assert self.current is not None
-        assert self.queue.release(self.current) is (not self.current.cancelled and not self.was_released)
-        self.was_released |= self.current.released
-
-    was_released = False
+        load_id = self.current.op.load_id
+        expected = load_id not in self.released and not self.current.cancelled
+        assert self.queue.release(self.current) is expected
+        self.released |= {load_id} if expected else set()
 
     @precondition(lambda self: self.is_copying)
     @rule(share=st.floats(0, 1), fails=st.booleans())
@@ -260,7 +280,7 @@ class Loads(RuleBasedStateMachine):
         tried = least + round((len(job.rest) - least) * share)
         good = tried // 2 if fails else tried
         self.queue.end_copy(job)
-        self.is_copying = self.was_released = False
+        self.is_copying = False
         self.proven[job.op.load_id] += good
         why = "injected" if good < tried else ""
         following = self.queue.following(job)
@@ -269,10 +289,14 @@ class Loads(RuleBasedStateMachine):
             self.expected = following
         self.current = None
 
-    @rule(seconds=st.sampled_from([0.5, 3.0]))
-    def pass_time(self, seconds: float) -> None:
+    @rule(seconds=st.sampled_from([0.5, 3.0]), looks=st.booleans())
+    def pass_time(self, seconds: float, looks: bool) -> None:
         self.now += seconds
-        self.heard(self.queue.expire(self.now))
+        before = set(self.ended)
+        self.heard(self.queue.look(self.now) if looks else self.queue.expire(self.now))
+        for load_id in set(self.ended) - before:
+            job = self.added[load_id]
+            assert self.now - job.arrived >= job.op.deadline / 2, "given up long before its deadline"
 
     @precondition(lambda self: self.added)
     @rule(data=st.data())
