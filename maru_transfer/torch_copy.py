@@ -71,7 +71,7 @@ class TorchCopyEngine:
             library = host_library.load()
             if isinstance(library, str):
                 structlog.get_logger().info("maru.copies_with_numpy", reason=library)
-                library = None
+                return HostTransfer(layers, paged, stored, threads=self.threads)
             return HostTransfer(layers, paged, stored, threads=self.threads, library=library)
         from maru_transfer.device_copy import DeviceTransfer
 
