@@ -3,8 +3,9 @@
 A pure state machine. It is given time, memory for the headers and sessions; it does no I/O and never waits. Every call
 handles one batch of keys and leaves all invariants holding; callers bound the batch (:mod:`maru_core.server.handlers`).
 
-Here is what can be asked of it; :mod:`.objects` has what is known of each object, :mod:`.room` allocates and evicts,
-:mod:`.reservations` and :mod:`.leases` keep who writes and who reads.
+Here is what can be asked of it; :mod:`.objects` has what is known of each object, :mod:`.room` allocates,
+:mod:`.clearing` chooses what goes for that, :mod:`.removal` takes it away, :mod:`.reservations` and :mod:`.leases` keep
+who writes and who reads.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from maru_core.server.leases import PRESENCE, Acquired, Leases
 from maru_core.server.moves import Move, Moves
 from maru_core.server.namespaces import Namespaces, NamespaceState
 from maru_core.server.objects import READY, REPLICA, Objects, Postponed
+from maru_core.server.quotas import Quotas
 from maru_core.server.recovery import FindSession, Recovered, Recovery
+from maru_core.server.removal import Removal
 from maru_core.server.reservations import Reservations, Reserved, keys_of
 from maru_core.server.room import Room
 from maru_core.server.sessions import Session
@@ -78,31 +81,42 @@ class Directory:
             self.objects, capacities, epochs, default_quota=namespace_quota, on_forget=self._forget_policies
         )
         self._postponed = Postponed()
-        self._room = Room(self.objects, self.namespaces, self.counters, ahead_share, lease_share, demote)
-        self._moves = Moves(self.objects, self.namespaces, self._room, self.counters, demote, promote)
+        self._removal = Removal(self.objects, self.namespaces, self.counters)
+        self._quotas = Quotas(self.arenas)
+        self._room = Room(self.objects, self._removal, self._quotas, ahead_share, lease_share, demote)
+        self._moves = Moves(
+            self.objects,
+            self.namespaces,
+            self._room,
+            self._removal,
+            self._quotas.moving,
+            self.counters,
+            demote,
+            promote,
+        )
         self._promote = promote and len(self.arenas) > 1
         order = list(dict.fromkeys((*read_order, *range(len(self.arenas)))))
         self._rank = [order.index(number) for number in range(len(self.arenas))]
         self._reservations = Reservations(self.objects, self._room, self._postponed, self.counters)
-        self._leases = Leases(self.objects, self._room, self._postponed, self.counters, lease_share)
+        self._leases = Leases(self.objects, self._removal, self._postponed, self.counters, lease_share)
 
     def recover(self, find_session: FindSession) -> Recovered:
         """Fill this empty directory from the header tables; see :mod:`maru_core.server.recovery`.
 
         Frozen from here until :meth:`thaw`. Raises BackendError, after which the directory cannot be used.
         """
-        self._room.frozen = True
-        return Recovery(self.objects, self.namespaces, self._room, find_session).run()
+        self._removal.frozen = True
+        return Recovery(self.objects, self.namespaces, self._removal, find_session).run()
 
     @property
     def frozen(self) -> bool:
         """Whether nothing may be evicted or freed, because somebody unknown may still read it."""
-        return self._room.frozen
+        return self._removal.frozen
 
     def thaw(self, limit: int) -> bool:
         """Nobody unknown reads anything any more: free at most ``limit`` objects; whether that was all of them."""
         self._postponed.settle()
-        return self._room.thaw(limit)
+        return self._removal.thaw(limit)
 
     def unlisted(self, session: Session, entries: Sequence[int], generations: Sequence[int]) -> Iterator[list[int]]:
         """First entries of what ``session`` has reserved and does not list, after each slice of work some of them.
@@ -110,7 +124,7 @@ class Directory:
         The session may take and free nothing before that is over.
         """
         self._postponed.settle()
-        self._room.withheld.claim(session.id, filter(self.objects.is_free, entries))
+        self._removal.withheld.claim(session.id, filter(self.objects.is_free, entries))
         return self._reservations.unlisted(session, entries, generations)
 
     def give_back(self, session: Session, entries: Sequence[int]) -> None:
@@ -121,7 +135,7 @@ class Directory:
     def resume_lease(self, session: Session, lease: int, entries: Sequence[int], generations: Sequence[int]) -> None:
         """A recovered session still reads these, under ``lease``; those that are something else now are left out."""
         self._postponed.settle()
-        self._room.withheld.claim(session.id, filter(self.objects.is_free, entries))
+        self._removal.withheld.claim(session.id, filter(self.objects.is_free, entries))
         self._leases.resume(session, lease, entries, generations)
 
     def wish_quota(self, namespace: NamespaceState, quota: int) -> None:
@@ -138,7 +152,7 @@ class Directory:
         """
         self._postponed.settle()
         self.namespaces.order(namespace, quota)
-        self._room.review(namespace)
+        self._quotas.review(namespace)
 
     def settle(self) -> None:
         """Do what the last call left for later: bookkeeping that no reply has to wait for.
@@ -292,7 +306,7 @@ class Directory:
                 continue
             statuses[at] = PRESENCE[state[entry]]
             if state[entry] == READY:
-                self._room.retire(entry)
+                self._removal.retire(entry)
                 self.counters["deleted"] += 1
         return bytes(statuses)
 
@@ -304,7 +318,7 @@ class Directory:
             readers = objects.readers[entry] - self._moves.reads(entry)
             readers += objects.readers[objects.replica[entry]] if entry in objects.replica else 0
             if objects.state[entry] == READY and objects.home[entry] == namespace.number and not readers:
-                self._room.retire(entry)
+                self._removal.retire(entry)
                 self.counters["evicted"] += 1
 
     def drop_damaged(self, session: Session, entries: Sequence[int], generations: Sequence[int]) -> bytearray:
@@ -323,7 +337,7 @@ class Directory:
                 and objects.home[entry] == home
             ):
                 # A replica is a copy: what it has wrong, the object may have, too.
-                self._room.retire(objects.original.get(entry, entry))
+                self._removal.retire(objects.original.get(entry, entry))
                 self.counters["damaged"] += 1
             else:
                 statuses[at] = CommitStatus.UNKNOWN
@@ -357,13 +371,13 @@ class Directory:
                 namespace.draining = [index for index in namespace.draining if index is not old]
                 return True
             if self.objects.state[entry] == READY:
-                self._room.retire(entry)
+                self._removal.retire(entry)
         return False
 
     def end_session(self, session: Session, limit: int) -> bool:
         """Free at most ``limit`` things that a closed session holds; whether that was all of them."""
         self._postponed.settle()
-        self._room.withheld.end(session.id)
+        self._removal.withheld.end(session.id)
         if not self._reservations.drop(session, limit):
             self._leases.drop(session, limit)
         return not (session.reserved or session.doomed or session.held)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from maru_core.protocol.messages import NO_ENTRY, Presence
 from maru_core.server.objects import READY, REPLICA, RESERVED, RETIRING, Objects, Postponed
-from maru_core.server.room import Room
+from maru_core.server.removal import Removal
 from maru_core.server.sessions import Session
 
 _ABSENT = int(Presence.ABSENT)
@@ -28,10 +28,10 @@ class Leases:
     """``share``: the part of a pool that one session may lease. ``counters``: hits and misses."""
 
     def __init__(
-        self, objects: Objects, room: Room, postponed: Postponed, counters: dict[str, int], share: float
+        self, objects: Objects, removal: Removal, postponed: Postponed, counters: dict[str, int], share: float
     ) -> None:
         self._objects = objects
-        self._room = room
+        self._removal = removal
         self._postponed = postponed
         self._counters = counters
         self._limits = [int((arena.end - arena.base) * share) for arena in objects.arenas]
@@ -199,7 +199,7 @@ class Leases:
             arena.tenants.add(session.namespace.number, ready)
             if len(ready) != len(last):
                 arena.tenants.add(session.namespace.number, [entry for entry in last if state[entry] == REPLICA])
-                self._room.free_retired(arena, [entry for entry in last if state[entry] == RETIRING])
+                self._removal.free_retired(arena, [entry for entry in last if state[entry] == RETIRING])
 
 
 _NOTHING = array("I"), array("I"), array("Q")

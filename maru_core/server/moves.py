@@ -27,6 +27,7 @@ from maru_core.pool_format import State
 from maru_core.server.arena import Arena
 from maru_core.server.namespaces import Namespaces
 from maru_core.server.objects import FREE, READY, REPLICA, RETIRING, Objects, Run
+from maru_core.server.removal import Removal
 from maru_core.server.room import Room
 
 #: The session that copies are reserved by. No client has this number.
@@ -68,13 +69,18 @@ class Move:
 
 
 class Moves:
-    """``counters``: demoted, promoted, moves_dropped, damaged. With a single pool there is nothing to do."""
+    """``counters``: demoted, promoted, moves_dropped, damaged. With a single pool there is nothing to do.
+
+    ``moving``: see :attr:`.Quotas.moving`, which is kept here.
+    """
 
     def __init__(
         self,
         objects: Objects,
         namespaces: Namespaces,
         room: Room,
+        removal: Removal,
+        moving: dict[int, int],
         counters: dict[str, int],
         demote: bool,
         promote: bool,
@@ -82,6 +88,8 @@ class Moves:
         self._objects = objects
         self._namespaces = namespaces
         self._room = room
+        self._removal = removal
+        self._moving = moving
         self._counters = counters
         #: Pools that there is one below of, the lowest first.
         self._upper = objects.arenas[-2::-1] if demote else []
@@ -187,7 +195,7 @@ class Moves:
             victim = victims[0]
             if objects.state[victim] == REPLICA or (victim in objects.replica and objects.is_top(victim)):
                 # It is there twice.
-                self._room.drop(arena, victim)
+                self._removal.drop(arena, victim)
                 if not self._is_low(arena):
                     return None
                 continue
@@ -202,7 +210,7 @@ class Moves:
             if header is None:
                 # Its memory is damaged: no reader would take it.
                 self._counters["damaged"] += 1
-                self._room.retire(victim)
+                self._removal.retire(victim)
                 continue
             run, possible = self._room.take_below(arena, length)
             if run is not None:
@@ -215,7 +223,7 @@ class Moves:
             if objects.children[victim]:
                 arena.tenants.park(tenant, victim)
             else:
-                self._room.drop(arena, victim)
+                self._removal.drop(arena, victim)
         return None
 
     def _may_move(self, arena: Arena, entry: int) -> bool:
@@ -272,7 +280,7 @@ class Moves:
         return move
 
     def _count_moving(self, home: int, amount: int) -> None:
-        moving = self._room.moving
+        moving = self._moving
         moving[home] = moving.get(home, 0) + amount
         if not moving[home]:
             del moving[home]
@@ -360,4 +368,4 @@ class Moves:
         if objects.state[entry] == READY:
             arena.tenants.add(home, (entry,))
         else:
-            self._room.free_retired(arena, [entry])
+            self._removal.free_retired(arena, [entry])

@@ -25,7 +25,7 @@ from maru_core.server.index import tags_of
 from maru_core.server.moves import MOVER
 from maru_core.server.namespaces import Namespaces, NamespaceState
 from maru_core.server.objects import READY, RESERVED, RETIRING, Objects
-from maru_core.server.room import Room
+from maru_core.server.removal import Removal
 from maru_core.server.sessions import Session
 
 #: Parents that are looked up at a time.
@@ -51,10 +51,10 @@ class Recovered:
 class Recovery:
     """Fills an empty directory; see the module."""
 
-    def __init__(self, objects: Objects, namespaces: Namespaces, room: Room, find_session: FindSession) -> None:
+    def __init__(self, objects: Objects, namespaces: Namespaces, removal: Removal, find_session: FindSession) -> None:
         self._objects = objects
         self._namespaces = namespaces
-        self._room = room
+        self._removal = removal
         self._find_session = find_session
         self._found = Recovered()
         #: By number of the namespace: entries that are in its index, and their parent keys as one column.
@@ -125,7 +125,7 @@ class Recovery:
         inside = [entry for entry in torn if start <= entry]
         torn.clear()
         if inside:
-            self._room.withheld.add(arena, inside[0], end - inside[0])
+            self._removal.withheld.add(arena, inside[0], end - inside[0])
             end = inside[0]
         return start - arena.base, end - start
 
@@ -145,7 +145,7 @@ class Recovery:
             arena.headers.change_state([entry], State(state), State.RETIRING)
         objects.state[entry] = RETIRING
         arena.used += objects.pages[entry]
-        self._room.keep(entry)
+        self._removal.keep(entry)
         self._found.retiring += 1
 
     def _reserved(self, arena: Arena, entry: int, namespace: NamespaceState, writer: int, current: bool) -> None:

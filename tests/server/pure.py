@@ -194,7 +194,7 @@ class World:
                     header = arena.headers.read(granule)
                     assert header is None or header.state == State.FREE, "a freed header looks alive"
             assert tags == [arena.free.run_at(granule) for granule in range(arena.end - arena.base)]
-            for pool, start, length in directory._room.withheld:
+            for pool, start, length in directory._removal.withheld:
                 if pool is arena:
                     used += length
                     for granule in range(start, start + length):
