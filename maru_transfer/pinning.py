@@ -8,16 +8,12 @@ registered, and when it cannot be, copies take the slower way through a small lo
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
-import resource
 import threading
 import time
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Final, Literal
 
 from maru_core import logs
@@ -33,15 +29,9 @@ from maru_transfer.cuda_driver import (
     DriverError,
     HostMemoryDriver,
 )
+from maru_transfer.memlock import memlock_hint
+from maru_transfer.pinned_pieces import Pace, cut, page_size, pieces
 
-#: Bytes of the first registration, and what further ones may have; their edges are multiples of their size in the
-#: address space, hence of any huge page of 2 MiB.
-PIECE: Final = 64 << 20
-LEAST: Final = 32 << 20
-MOST: Final = 256 << 20
-#: How long, in seconds, one registration may hold up what the engine asks of the driver meanwhile; pieces are made
-#: smaller or larger until it is half to twice of this.
-PIECE_SECONDS: Final = 0.004
 #: Seconds between two pieces. The driver's lock goes to whoever asks first: without a pause that is the next piece, and
 #: an engine's launches wait for many of them in a row.
 PAUSE: Final = 0.00015
@@ -53,8 +43,6 @@ JOIN: Final = 1.0
 _HOPELESS: Final = frozenset({NOT_PERMITTED, NOT_SUPPORTED})
 #: What drivers answer when a limit on locked memory is in the way.
 _OF_LIMITS: Final = frozenset({INVALID_VALUE, OUT_OF_MEMORY, OPERATING_SYSTEM, NOT_PERMITTED})
-#: Capability whose holder may lock any amount, see capabilities(7).
-_CAP_IPC_LOCK: Final = 14
 
 State = Literal["registering", "registered", "partly", "not registered", "closing"]
 
@@ -194,7 +182,7 @@ class PinnedPools:
                 for registration in self._registrations:
                     inside = registration.address <= address < registration.address + registration.size
                     if inside and not registration.withdrawn:
-                        return _cut(registration.starts, registration.ends, address, length)
+                        return cut(registration.starts, registration.ends, address, length)
         return [MemorySpan(0, length, False)]
 
     def covers(self, address: int, length: int) -> bool:
@@ -382,60 +370,9 @@ class PinnedPools:
         )
 
 
-class Pace:
-    """How large pieces are: of ``fixed`` bytes, or so large that registering one takes about PIECE_SECONDS."""
-
-    def __init__(self, fixed: int | None = None) -> None:
-        self.piece = fixed or PIECE
-        self._fixed = fixed is not None
-
-    def took(self, seconds: float) -> None:
-        """The last piece took so long."""
-        if self._fixed:
-            return
-        if seconds < PIECE_SECONDS / 2:
-            self.piece = min(MOST, self.piece * 2)
-        elif seconds > PIECE_SECONDS * 2:
-            self.piece = max(LEAST, self.piece // 2)
-
-
-def pieces(address: int, size: int, pace: Pace) -> Iterator[tuple[int, int]]:
-    """Start and end of each piece: whole pages of the stretch, cut at multiples of what ``pace`` says by then."""
-    page = page_size()
-    start, last = -(-address // page) * page, (address + size) // page * page
-    while start < last:
-        end = min(last, start // pace.piece * pace.piece + pace.piece)
-        yield start, end
-        start = end
-
-
-def page_size() -> int:
-    """Bytes of an ordinary page of this host."""
-    return resource.getpagesize()
-
-
 def address_of(view: memoryview) -> int:
     """Where the bytes of a writable, contiguous buffer lie."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
-
-
-def memlock_hint(size: int, status: Path = Path("/proc/self/status")) -> str | None:
-    """What to do when this process may not lock ``size`` bytes; ``None`` when no limit is in the way."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit == resource.RLIM_INFINITY or limit >= size or _may_lock_any(status):
-        return None
-    return (
-        f"this process may lock {limit} bytes (RLIMIT_MEMLOCK) of {size}: raise it with `ulimit -l unlimited`, "
-        f"docker's `--ulimit memlock=-1`, or LimitMEMLOCK=infinity in the systemd unit"
-    )
-
-
-def _may_lock_any(status: Path) -> bool:
-    with suppress(OSError, ValueError):
-        for line in status.read_text().splitlines():
-            if line.startswith("CapEff:"):
-                return bool(int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1)
-    return False
 
 
 def _explain(problem: Exception, size: int) -> str:
@@ -445,27 +382,6 @@ def _explain(problem: Exception, size: int) -> str:
         if hint is not None:
             return f"{text}; {hint}"
     return text
-
-
-def _cut(starts: Sequence[int], ends: Sequence[int], address: int, length: int) -> list[MemorySpan]:
-    """``[address, address + length)`` as spans, each within one registered piece or outside of all."""
-    spans: list[MemorySpan] = []
-    position, last = address, address + length
-    index = max(0, bisect_right(starts, address) - 1)
-    for start, end in itertools.islice(zip(starts, ends, strict=True), index, None):
-        if start >= last:
-            break
-        if end <= position:
-            continue
-        if start > position:
-            spans.append(MemorySpan(position - address, start - position, False))
-            position = start
-        upto = min(end, last)
-        spans.append(MemorySpan(position - address, upto - position, True))
-        position = upto
-    if position < last:
-        spans.append(MemorySpan(position - address, last - position, False))
-    return spans
 
 
 def _end(stop: threading.Event, threads: set[threading.Thread]) -> None:

@@ -12,7 +12,7 @@ from maru_core.config import MaruConfig
 from maru_core.contracts import Finding
 from maru_core.sizes import format_size
 from maru_transfer.cuda_driver import NO_DRIVER, DriverError, driver_version
-from maru_transfer.pinning import memlock_hint
+from maru_transfer.memlock import memlock_hint
 
 ROOT: Final = Path("/")
 #: Where the ``cpu`` backend makes pools unless it is told otherwise.

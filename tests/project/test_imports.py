@@ -38,6 +38,7 @@ NO_TORCH = (
         "maru_transfer/layerwise_plugin.py",
     ),
     *("maru_transfer/cuda_driver.py", "maru_transfer/pinning.py", "maru_transfer/pinning_findings.py"),
+    *("maru_transfer/memlock.py", "maru_transfer/pinned_pieces.py"),
     "maru_transfer/build_info.py",
 )
 #: Public names of the core for plugins that live outside of it, and for ours which is written like them.

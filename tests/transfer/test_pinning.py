@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from structlog.testing import capture_logs
 
 from maru_core.contracts import MemorySpan
-from maru_transfer import pinning
+from maru_transfer import memlock
 from maru_transfer.cuda_driver import (
     ALREADY_REGISTERED,
     INVALID_VALUE,
@@ -31,7 +31,9 @@ from maru_transfer.cuda_driver import (
     DriverError,
 )
 from maru_transfer.held import HeldTransfer
-from maru_transfer.pinning import Pace, PinnedPools, address_of, memlock_hint, pieces
+from maru_transfer.memlock import memlock_hint
+from maru_transfer.pinned_pieces import LEAST, MOST, PIECE_SECONDS, Pace, cut, pieces
+from maru_transfer.pinning import PinnedPools, address_of
 
 PAGE = resource.getpagesize()
 PIECE = 4 * MIB
@@ -477,14 +479,14 @@ def test_pieces_are_the_whole_pages_cut_at_multiples(address: int, size: int, pi
 def test_pieces_take_about_as_long_as_an_engine_may_be_held_up() -> None:
     """As large as the driver is fast, within bounds; a size that was asked for stays."""
     pace = Pace()
-    for speed, expected in ((1e12, pinning.MOST), (1e6, pinning.LEAST)):
+    for speed, expected in ((1e12, MOST), (1e6, LEAST)):
         for _ in range(9):
             pace.took(pace.piece / speed)
         assert pace.piece == expected
     for speed in (5e9, 10e9, 20e9, 33e9, 50e9):
         for _ in range(9):
             pace.took(pace.piece / speed)
-        assert pinning.PIECE_SECONDS / 2 <= pace.piece / speed <= pinning.PIECE_SECONDS * 2
+        assert PIECE_SECONDS / 2 <= pace.piece / speed <= PIECE_SECONDS * 2
     fixed = Pace(PAGE)
     fixed.took(0)
     fixed.took(9)
@@ -501,7 +503,7 @@ def test_spans_agree_with_looking_at_every_byte(lengths: list[int], data: st.Dat
         position += gap + length
         ends.append(position)
     address, length = data.draw(st.integers(90, 180)), data.draw(st.integers(1, 90))
-    spans = pinning._cut(starts, ends, address, length)
+    spans = cut(starts, ends, address, length)
     owner = {byte: index for index in range(len(starts)) for byte in range(starts[index], ends[index])}
     expected = [owner.get(byte) for byte in range(address, address + length)]
     at = 0
@@ -629,7 +631,7 @@ def test_a_limit_on_locked_memory_is_explained_when_it_is_in_the_way(
     assert memlock_hint(9 * MIB, tmp_path / "absent") is None
 
     limit[0] = 8 * MIB
-    monkeypatch.setattr(pinning, "_may_lock_any", lambda status: False)
+    monkeypatch.setattr(memlock, "_may_lock_any", lambda status: False)
     for code, told in ((OUT_OF_MEMORY, True), (ALREADY_REGISTERED, False)):
         pools = pools_of(FakeDriver({0: DriverError(code, "it failed")}))
         pools.region_mapped(region)
