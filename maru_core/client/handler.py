@@ -79,6 +79,7 @@ class MaruHandler(KeyCalls):
         dma: bool = False,
         registrar: PoolRegistrar | None = None,
         transfer_engine: str = "",
+        object_bytes: int | None = None,
     ) -> MaruHandler:
         """Connect and wait up to ``maru_connect_timeout`` for the first session.
 
@@ -86,14 +87,15 @@ class MaruHandler(KeyCalls):
         is the allocation granule of a server that ``auto`` starts, unless ``maru_chunk_size`` is set. ``dma``: whether
         devices may move bytes of the pools by themselves, and so for a moment after this process died. ``registrar``
         is told of every pool that is mapped and unmapped; its figures are in :meth:`stats`, and so is the name of the
-        ``transfer_engine`` that the caller uses, if it has one.
+        ``transfer_engine`` that the caller uses, if it has one. ``object_bytes``: the length of its objects, where they
+        have one, for a warning when the granule of the server's pools is too large for them.
 
         An absent server leaves the handler down, and it keeps looking. Raises ConfigError (address, keys or runtime
         folder cannot be used), VersionMismatch, BackendError (``auto`` could not start a server), ServerError,
         Unavailable (no file descriptor is left for a socket).
         """
         host = host or PluginHost.discover(PluginSettings.from_environ(os.environ))
-        opener = SessionOpener(config, namespace, host, role, name, dma, registrar)
+        opener = SessionOpener(config, namespace, host, role, name, dma, registrar, object_bytes)
         if config.server_url == "auto":
             folder = RuntimeDir.open(config.runtime_path)
             url = folder.url

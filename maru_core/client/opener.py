@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from typing import Final
 
 from maru_core import logs
 from maru_core.client.keycalls import single_number
 from maru_core.client.link import Link
+from maru_core.client.notices import PoolNotices
 from maru_core.client.regions import Regions
 from maru_core.client.session import Requester, Session, open_session
 from maru_core.config import MaruConfig
@@ -17,9 +17,6 @@ from maru_core.host import PluginHost
 from maru_core.namespace import Namespace
 from maru_core.protocol import Op
 from maru_core.protocol.messages import PoolDescriptor
-
-#: Backends round pool sizes to pages, the largest common one being a huge page of 2 MiB.
-_PAGE: Final = 2 * 1024 * 1024
 
 
 class SessionOpener:
@@ -34,6 +31,7 @@ class SessionOpener:
         name: str,
         dma: bool,
         registrar: PoolRegistrar | None,
+        object_bytes: int | None,
     ) -> None:
         self._config = config
         self._namespace = namespace
@@ -43,7 +41,7 @@ class SessionOpener:
         self._dma = dma
         self._registrar = registrar
         self._log = logs.get_logger(__name__)
-        self._told = False
+        self._notices = PoolNotices(config, object_bytes)
 
     def __call__(self, link: Link, request: Requester, previous: Session | None) -> Session:
         """A session, ready to use; raises MaruError. It is ``previous`` if the server can go on with that."""
@@ -63,7 +61,7 @@ class SessionOpener:
         resumed = previous is not None and previous.id == session.id
         try:
             self._catch_up(link, request, session)
-            self._tell_sizes(session)
+            self._notices.tell(session)
             if self._config.eager_map and self._role != "scheduler" and (not resumed or session.regions.was_let_go):
                 self._map(session)
             self._host.session_opened(self._name, self._role)
@@ -91,31 +89,6 @@ class SessionOpener:
             if reached <= current:
                 raise ProtocolError(f"the server answered RESET of weights epoch {current} with {reached}")
             current = reached
-
-    def _tell_sizes(self, session: Session) -> None:
-        if self._told:
-            return
-        self._told = True
-        wanted = self._config.quota_wish()
-        if not wanted:
-            return
-        there = sum(pool.size for pool in session.pools)
-        # Backends round down to whole pages.
-        slack = _PAGE * len(session.pools)
-        if there - wanted >= slack:
-            self._log.warning(
-                "the server's pools are larger than this engine's sizes, which are the quota of its namespace",
-                pool_size=there,
-                quota=wanted,
-                server_pid=session.server_pid,
-            )
-        elif wanted - there >= slack and self._config.server_url == "auto":
-            self._log.warning(
-                "the server's pools have another size than this engine asks for; the first engine's counts",
-                pool_size=there,
-                asked_for=wanted,
-                server_pid=session.server_pid,
-            )
 
     def _map(self, session: Session) -> None:
         try:
