@@ -1,13 +1,19 @@
-"""What a user is told of the server's pools when a session begins: another size than asked for, room that is lost."""
+"""What a user is told of the server's pools when a session begins.
+
+Another size than was asked for, room that is lost, and that what was stored is gone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from maru_core import logs
 from maru_core.client.session import Session
 from maru_core.config import MaruConfig
 from maru_core.pools import granule_for
+from maru_core.protocol.messages import PoolDescriptor
+from maru_core.sizes import format_size
 
 #: Backends round pool sizes to pages, the largest common one being a huge page of 2 MiB.
 _PAGE: Final = 2 * 1024 * 1024
@@ -26,10 +32,35 @@ class PoolNotices:
         #: Granules that were told to be too large.
         self._granules_told: set[int] = set()
 
-    def tell(self, session: Session) -> None:
-        """Say what there is to say of the pools of ``session``, each thing once."""
+    def tell(self, session: Session, previous: Session | None, url: str) -> None:
+        """Say what there is to say of the pools of ``session``, each thing once; ``previous``: the one before it."""
+        if previous is not None:
+            self._tell_loss(session, previous, url)
         self._tell_sizes(session)
         self._tell_lost_room(session)
+
+    def _tell_loss(self, session: Session, previous: Session, url: str) -> None:
+        """The pools of a killed server are served again by one with the same sizes; any other one begins with none."""
+        if [pool.identity for pool in session.pools] == [pool.identity for pool in previous.pools]:
+            return
+        before, now = _described(previous.pools), _described(session.pools)
+        if before == now:
+            remedy = "the server's log says why; `maru serve --keep-pools` keeps them when it is stopped"
+        elif self._config.server_url == "auto":
+            remedy = (
+                "engines start a server with sizes of their own where none is: give them those of the one before "
+                "(maru_pool_size, maru_chunk_size and so on), or, so that they start none, set "
+                f"maru_server_url={url}"
+            )
+        else:
+            remedy = "start the server with the sizes of before, and it takes over the pools of one that was killed"
+        self._log.warning(
+            "another server has taken the place of the one before, and what that had stored is gone",
+            server_pid=session.server_pid,
+            pools_before=before,
+            pools=now,
+            remedy=remedy,
+        )
 
     def _tell_sizes(self, session: Session) -> None:
         if self._sizes_told:
@@ -82,3 +113,7 @@ class PoolNotices:
                 server_pid=session.server_pid,
                 remedy="; or ".join(remedies) or "a larger maru_kv_chunk_tokens makes larger objects",
             )
+
+
+def _described(pools: Sequence[PoolDescriptor]) -> str:
+    return ", ".join(f"{pool.backend} of {format_size(pool.size)} in granules of {pool.granule}" for pool in pools)

@@ -61,7 +61,7 @@ class SessionOpener:
         resumed = previous is not None and previous.id == session.id
         try:
             self._catch_up(link, request, session)
-            self._notices.tell(session)
+            self._notices.tell(session, previous, link.url)
             if self._config.eager_map and self._role != "scheduler" and (not resumed or session.regions.was_let_go):
                 self._map(session)
             self._host.session_opened(self._name, self._role)
