@@ -10,11 +10,12 @@ from maru_core.client import Lease, MaruHandler
 from maru_core.errors import MaruError
 from maru_core.pool_format import KEY_SIZE
 from maru_integrations.vllm.breaker import Breaker
+from maru_integrations.vllm.questions import Question
 from maru_integrations.vllm.requests import Hit, Lookup, RequestState
 from maru_integrations.vllm.waits import Wait
 
 #: How long all look-ups of one step together may wait for answers that are usually there after a fifth of it, in
-#: seconds. Each look-up waits once; after that its answer is taken when it is there.
+#: seconds. Each look-up waits once for each of its slices; after that an answer is taken when it is there.
 POLL = 0.001
 #: The same while the engine has nothing else to do: asking in a loop would only keep the server off the processor.
 IDLE_POLL = 0.01
@@ -126,15 +127,17 @@ class Matcher:
             state.asked = True
             return None
         if lease is None:
-            if lookup.wait.is_over(self._clock()):
-                lookup.pending.cancel()
-                state.lookup = None
-                state.asked = True
-                self._breaker.failed()
-                self._count("lookups_late")
-                self._log.warning("maru.lookup_late", request=state.request.request_id, seconds=self._timeout)
-            return None
+            if not lookup.wait.is_over(self._clock()):
+                return None
+            # Of a long prompt the server may have answered a part in time.
+            lease = lookup.pending.end()
         state.lookup = None
+        if lease is None:
+            state.asked = True
+            self._breaker.failed()
+            self._count("lookups_late")
+            self._log.warning("maru.lookup_late", request=state.request.request_id, seconds=self._timeout)
+            return None
         state.asked = True
         chunks = self._usable(lease)
         if chunks == 0:
@@ -144,14 +147,15 @@ class Matcher:
         return state.hit
 
     def _poll(self, lookup: Lookup) -> Lease | None:
-        wait = 0.0 if lookup.polled and not self._idle else max(0.0, self._patience)
-        lookup.polled = True
-        if not wait:
-            return lookup.pending.poll(0.0)
-        start = self._clock()
-        lease = lookup.pending.poll(wait)
-        self._patience -= self._clock() - start
-        return lease
+        while True:
+            slices = lookup.pending.slices
+            wait = 0.0 if lookup.polled == slices and not self._idle else max(0.0, self._patience)
+            lookup.polled = slices
+            start = self._clock()
+            lease = lookup.pending.poll(wait)
+            self._patience -= self._clock() - start
+            if lease is not None or lookup.pending.slices == slices or self._patience <= 0:
+                return lease
 
     def _is_back(self) -> bool:
         """Find out now and then whether the server answers in time again, with a question that no request waits for."""
@@ -161,7 +165,7 @@ class Matcher:
             probe = None
         try:
             if probe is None and self._handler.is_up and self._breaker.take_probe():
-                probe = self._submit([_NOBODYS], 0)
+                probe = self._submit(lambda first, end: [_NOBODYS], 0, 1)
                 lease = self._poll(probe)
             elif probe is not None:
                 lease = probe.pending.poll(0.0)
@@ -186,15 +190,19 @@ class Matcher:
         if end <= first:
             state.asked = True
             return False
-        chain.extend(state.request.all_token_ids, end * self._chunk)
-        state.lookup = self._submit(chain.object_keys(first, end), first)
+
+        def keys(first: int, end: int) -> Sequence[bytes]:
+            chain.extend(state.request.all_token_ids, end * self._chunk)
+            return chain.object_keys(first, end)
+
+        state.lookup = self._submit(keys, first, end)
         return True
 
-    def _submit(self, keys: Sequence[bytes], first: int) -> Lookup:
+    def _submit(self, keys: Callable[[int, int], Sequence[bytes]], first: int, end: int) -> Lookup:
         now = self._clock()
-        lookup = Lookup(self._handler.submit_acquire(keys, leading=True), first, Wait(now + self._timeout, now))
+        question = Question(self._handler, keys, first, end, self._objects, self._clock)
         self._count("lookups")
-        return lookup
+        return Lookup(question, first, Wait(now + self._timeout, now))
 
     def _alive(self, lease: Lease) -> bool:
         return self._handler.holds(lease.epoch)

@@ -6,8 +6,9 @@ from typing import Any
 
 from attrs import define, field
 
-from maru_core.client import Lease, PendingAcquire
+from maru_core.client import Lease
 from maru_core.keys import KeyChain
+from maru_integrations.vllm.questions import Question
 from maru_integrations.vllm.waits import Wait
 
 
@@ -15,13 +16,13 @@ from maru_integrations.vllm.waits import Wait
 class Lookup:
     """A question to the server that has not been answered: chunks from ``first_chunk`` on, for as long as ``wait``.
 
-    ``polled``: it has been waited for.
+    ``polled``: how many of its slices have been waited for.
     """
 
-    pending: PendingAcquire
+    pending: Question
     first_chunk: int
     wait: Wait
-    polled: bool = False
+    polled: int = 0
 
 
 @define

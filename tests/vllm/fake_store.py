@@ -120,6 +120,7 @@ class FakeLocated:
 class FakePending:
     store: FakeStore
     keys: tuple[bytes, ...]
+    stale: bool = False
     polls: int = 0
     cancelled: bool = False
 
@@ -135,7 +136,7 @@ class FakePending:
         statuses = bytearray(len(self.keys))
         for index, key in enumerate(self.keys):
             found = self.store.objects.get(key)
-            if found is None or not found.ready:
+            if self.stale or found is None or not found.ready:
                 break
             statuses[index] = Presence.READY
             taken.append(found)
@@ -189,7 +190,8 @@ class FakeHandler:
         if not self.store.up:
             raise Unavailable("injected: the server is away")
         self.store.lookups += 1
-        return FakePending(self.store, tuple(keys) if self.weights_epoch == self.store.weights_epoch else ())
+        epoch = self.weights_epoch if weights_epoch is None else weights_epoch
+        return FakePending(self.store, tuple(keys), stale=epoch != self.store.weights_epoch)
 
     @one_at_a_time
     def release(self, lease: Lease) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from maru_core.client import Grants
 from maru_core.keys import KeyChain
+from maru_integrations.vllm import questions
 from maru_integrations.vllm.matching import Matcher
 from maru_integrations.vllm.requests import RequestState
 from tests.vllm.fake_store import FakeHandler, FakeStore
@@ -56,3 +57,66 @@ def test_a_longer_prefix_of_vllms_own_takes_what_is_left_of_the_answer() -> None
     store.answer_after = 1
     assert matcher.match(state, len(TOKENS), 0) is None
     assert matcher.match(state, len(TOKENS), 3 * CHUNK) == 2 * CHUNK
+
+
+def sliced(monkeypatch: pytest.MonkeyPatch, chunks: int, clock: Clock) -> tuple[FakeStore, RequestState, Matcher]:
+    """All chunks of a request are in the pool, and a look-up asks for so many at a time."""
+    monkeypatch.setattr(questions, "MAX_CHUNKS", chunks)
+    store, handler, state = stored(0, CHUNKS)
+    matcher = Matcher(handler, chunk_tokens=CHUNK, block_size=BLOCK, lookup_timeout=1.0, clock=clock)  # type: ignore[arg-type]
+    return store, state, matcher
+
+
+class Clock:
+    """Told how late it is."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_long_prompt_is_asked_for_in_slices_and_hashed_as_they_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    store, state, matcher = sliced(monkeypatch, 2, clock)
+    store.answer_after = 1
+    asked = []
+    for _ in range(10):
+        matcher.new_step(idle=False)
+        found = matcher.match(state, len(TOKENS), 0)
+        assert state.chain is not None
+        asked.append((found, store.lookups, len(state.chain.keys)))
+        if found is not None:
+            break
+        clock.now += 0.005
+    # A slice is sent and waited for once, in vain; a step later it is there, and the next one is sent and waited for.
+    assert asked == [(None, 1, 2), (None, 2, 4), (None, 3, 5), (CHUNKS * CHUNK, 3, 5)]
+    assert [bool(wait) for wait in store.patience] == [True, False, True, False, True, False]
+    matcher.drop(state)
+    assert not store.leases
+
+
+def test_a_deadline_leaves_what_was_answered_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    store, state, matcher = sliced(monkeypatch, 2, clock)
+    breaker = matcher._breaker
+    store.answer_after = 1
+    assert matcher.match(state, len(TOKENS), 0) is None
+    assert matcher.match(state, len(TOKENS), 0) is None
+    clock.now = 2.0
+    store.answer_after = 99  # also of the slice that is on its way
+    assert matcher.match(state, len(TOKENS), 0) == 2 * CHUNK
+    assert not breaker.is_open
+    matcher.drop(state)
+    assert not store.leases
+
+
+def test_a_request_that_goes_between_slices_gives_back_what_was_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, state, matcher = sliced(monkeypatch, 2, Clock())
+    store.answer_after = 1
+    assert matcher.match(state, len(TOKENS), 0) is None
+    assert matcher.match(state, len(TOKENS), 0) is None
+    assert store.leases
+    matcher.drop(state)
+    assert not store.leases
