@@ -96,6 +96,9 @@ class LoadsInUse:
             _cancel(underway.load)
 
     def _in_use(self) -> list[_Underway]:
+        # Asked before each layer of each step. What is in use was begun before this thread heard of it, so it is seen.
+        if not self._loads:
+            return []
         with self._lock:
             return [underway for underway in self._loads.values() if underway.in_use]
 
