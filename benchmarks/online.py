@@ -72,10 +72,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Run:
-    """Answers in the order of the requests, and seconds from the first sending to the last token."""
+    """Answers in the order of the requests, and seconds from the first sending to the last token.
+
+    ``began``: by ``time.perf_counter``, which all processes of a machine share.
+    """
 
     answers: Sequence[Answer]
     seconds: float
+    began: float = 0.0
 
 
 class OnlineEngine(EngineProcess):
@@ -85,7 +89,7 @@ class OnlineEngine(EngineProcess):
         """Send all, in order, at most ``clients`` at a time, and wait for the last token."""
         asked = [{"prompt": list(one.prompt), "tokens": one.tokens, "after": one.after} for one in requests]
         reply = self._call({"run": asked, "clients": clients or len(asked)})
-        return Run([Answer(**one) for one in reply["answers"]], reply["seconds"])
+        return Run([Answer(**one) for one in reply["answers"]], reply["seconds"], reply["began"])
 
     def ask(self, prompt: Sequence[int], tokens: int = 1) -> Answer:
         """One request, alone."""
@@ -95,9 +99,9 @@ class OnlineEngine(EngineProcess):
         """Empty the engine's own prefix cache, and the connector's only if asked."""
         self._call({"forget": connector})
 
-    def rpc(self, method: str) -> Any:
+    def rpc(self, method: str, *arguments: Any) -> Any:
         """What a method of the worker's extension returns, see ``worker_extension_cls``; of the first worker."""
-        return self._call({"rpc": method})["result"]
+        return self._call({"rpc": method, "arguments": arguments})["result"]
 
     def wait_until_ready(self) -> float:
         """Until the engine has started; how many seconds it took."""
@@ -237,7 +241,7 @@ class Server:
                         came.notify_all()
 
         await asyncio.gather(*(client() for _ in range(clients)))
-        return {"answers": answers, "seconds": time.perf_counter() - began}
+        return {"answers": answers, "seconds": time.perf_counter() - began, "began": began}
 
     async def _tokens(self, request: Mapping[str, Any]) -> AsyncIterator[tuple[int, int]]:
         """Each token and how many of the prompt's came from a cache."""
@@ -270,9 +274,9 @@ class Server:
             await asyncio.sleep(0.05)
         return {"forgotten": True}
 
-    async def rpc(self, method: str) -> dict[str, Any]:
+    async def rpc(self, method: str, arguments: Sequence[Any]) -> dict[str, Any]:
         """Call a method of the worker's extension."""
-        return {"result": (await self._engine.collective_rpc(method))[0]}
+        return {"result": (await self._engine.collective_rpc(method, args=tuple(arguments)))[0]}
 
     def close(self) -> None:
         """End the engine."""
@@ -294,7 +298,7 @@ async def serve(arguments: Mapping[str, Any]) -> None:
             if "run" in request:
                 reply = await server.run(request["run"], request["clients"])
             elif "rpc" in request:
-                reply = await server.rpc(request["rpc"])
+                reply = await server.rpc(request["rpc"], request["arguments"])
             else:
                 reply = await server.forget(connector=request["forget"])
             print(json.dumps(reply), file=replies, flush=True)
