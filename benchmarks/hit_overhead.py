@@ -2,10 +2,10 @@
 
 vLLM's CPU engine with core and worker in one process, a tiny model, prompts of 16,389 tokens of which 16,384 are
 cached, 32 new tokens, 8 documents in closed loops of 1, 4 and 8 clients. Hits from Maru, of hardly any bytes, take
-turns with hits of the same prompts in vLLM's own prefix cache. ``on a bus``: each load sleeps 40 ms in one call without
-the lock, as long as the copy of 2 GiB takes; ``ideal``: a bus that serves requests as they come, without a gap, and then
-a hit in vLLM's own cache with one client. ``bus used``: from the first request until the last load has ended. ``--trace``
-shows where the time of a hit goes and what each hook costs vLLM's thread.
+turns with hits of the same prompts in vLLM's own prefix cache. ``on a bus``: each load sleeps 40 ms in one call
+without the lock, as long as the copy of 2 GiB takes; ``ideal``: a bus that serves requests as they come, without a
+gap, and then a hit in vLLM's own cache with one client. ``bus used``: from the first request until the last load has
+ended. ``--trace`` shows where the time of a hit goes and what each hook costs vLLM's thread.
 
 Exits with 1 when a hit with one client takes over twice as long as in vLLM's own cache, when a median on the bus is
 over 1.3 times the ideal one, or when 8 clients use less than 0.8 of the bus.
