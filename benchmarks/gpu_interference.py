@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from attrs import evolve
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_copy import BYTES, LAYERS, STORED, Bench, add_tuning, tuned
+from benchmarks.gpu_copy import BYTES, STORED, Bench, add_tuning, tuned
+from benchmarks.gpu_layers import requests
 from benchmarks.outcome import Bound, Outcome, main
 from maru_core.config import PluginSettings
 from maru_core.contracts import LoadsByLayer, Transfer, TransferEngine
@@ -239,24 +241,21 @@ def ways(bench: Bench, engine: TransferEngine, order: str) -> Iterator[dict[str,
             "store": lambda: whole.store(table, bench.copies),
         }
         if isinstance(whole, LoadsByLayer):
-            parts, copies = opened(evolve(STORED, num_layers=1)), one_layer_each(bench.copies)
+            parts, each = opened(evolve(STORED, num_layers=1)), {name: r[1] for name, r in requests(bench).items()}
             assert isinstance(parts, LoadsByLayer)
-            found |= {
-                "load by layer": lambda: whole.begin_load(table, bench.copies).finish(),
-                "load by layer, an object each": lambda: parts.begin_load(table, copies).finish(),
-                "store, an object for each layer": lambda: parts.store(table, copies),
-            }
+            for where in ("", ", objects scattered"):
+                chunks, layers = each[f"chunkwise{where}"], each[f"layerwise{where}"]
+                found |= {
+                    f"load by layer{where}": partial(by_layer, whole, table, chunks),
+                    f"load by layer, an object each{where}": partial(by_layer, parts, table, layers),
+                    f"store, an object for each layer{where}": partial(parts.store, table, layers),
+                }
         yield found
 
 
-def one_layer_each(copies: Sequence[ChunkCopy]) -> list[ChunkCopy]:
-    """The same memory as objects of one layer, chunk by chunk."""
-    nbytes = STORED.nbytes // LAYERS
-    return [
-        ChunkCopy(copy.chunk, copy.first, copy.last, copy.buffer[layer * nbytes : (layer + 1) * nbytes], layer)
-        for copy in copies
-        for layer in range(LAYERS)
-    ]
+def by_layer(transfer: LoadsByLayer, table: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
+    """A load whose layers nobody waits for."""
+    transfer.begin_load(table, copies).finish()
 
 
 def alone(what: str, busy: Mapping[str, float], idle: Mapping[str, float]) -> str:

@@ -2,7 +2,8 @@
 
 The same pages and the same 2 GiB of page-locked memory, seen as objects that hold every layer of a chunk, and as
 objects that hold one. Layer by layer, "GB/s" is until the last layer has arrived, and the first layer's time is from
-the call until a stream that waits for it goes on.
+the call until a stream that waits for it goes on. Where objects are scattered, kernels that reach host memory
+themselves are measured beside copies by the copy engine.
 """
 
 from __future__ import annotations
@@ -161,34 +162,59 @@ def check(bench: Any, layout: str, tuning: Tuning, name: str, stored: ObjectLayo
 def measure(bench: Any, tuning: Tuning, best: dict[str, float], repeats: int) -> Rows:
     """Loads layer by layer and stores, in both formats, for two layouts; blocks are scattered."""
     rows = Rows([], [], {})
-    table = bench.tables["scattered"]
     for layout in LAYOUTS:
         for name, (stored, copies) in requests(bench).items():
-            if layout != LAYOUTS[0] and "scattered" in name:
+            scattered = "scattered" in name
+            if layout != LAYOUTS[0] and scattered:
                 continue
-            check(bench, layout, tuning, name, stored, copies)
-            nbytes = stored.nbytes * len(copies)
-            with bench.transfer(layout, tuning, LayerwiseEngine, stored) as transfer:
-                layered = Layered(transfer, table, copies)
-                for direction, kind, run, ceiling in (
-                    (LOAD, "load by layer", layered.load, "host to device"),
-                    (STORE, "store", layered.store, "device to host"),
-                ):
-                    what = f"{kind}, {name}, {layout}"
-                    seconds = clock(run, repeats)
-                    share = nbytes / seconds / best[ceiling]
-                    costs = [layered.costs(direction) for _ in range(repeats)]
-                    plan, issue = (statistics.median(column) for column in zip(*costs, strict=True))
-                    shown = [f"{plan * 1e3:.2f}", f"{issue * 1e3:.2f}", ""]
-                    rows.table.append([what, f"{nbytes / seconds / 1e9:.1f}", f"{share:.3f}", *shown])
-                    rows.figures[what] = {"seconds": seconds, "share": share, "plan": plan, "issue": issue}
-                    rows.bounds.append(Least(f"{what}: share of a locked copy", share, OF_BUS))
-                    if "scattered" not in name:
-                        rows.bounds.append(Bound(f"{what}: milliseconds to issue", issue * 1e3, ISSUE_MS))
-                    if direction == LOAD:
-                        first = statistics.median(layered.first() for _ in range(repeats))
-                        rows.table.append([f"  first layer after {first * 1e3:.2f} ms", "", "", "", "", ""])
-                        rows.figures[what]["first"] = first
-                        part = first / seconds
-                        rows.bounds.append(Bound(f"{what}: share of its time until the first layer", part, FIRST))
+            found = [measure_one(bench, layout, tuning, name, stored, copies, best, repeats)]
+            if scattered and tuning.scattered:
+                copied, by_copies = evolve(tuning, scattered=0), f"{name}, copy engine"
+                beside = measure_one(bench, layout, copied, by_copies, stored, copies, best, repeats)
+                # What it is compared with has no bounds.
+                found.append(evolve(beside, bounds=[]))
+            for one in found:
+                rows.table.extend(one.table)
+                rows.bounds.extend(one.bounds)
+                rows.figures.update(one.figures)
+    return rows
+
+
+def measure_one(
+    bench: Any,
+    layout: str,
+    tuning: Tuning,
+    name: str,
+    stored: ObjectLayout,
+    copies: list[ChunkCopy],
+    best: dict[str, float],
+    repeats: int,
+) -> Rows:
+    """A load layer by layer and a store of one request."""
+    rows = Rows([], [], {})
+    table = bench.tables["scattered"]
+    check(bench, layout, tuning, name, stored, copies)
+    nbytes = stored.nbytes * len(copies)
+    with bench.transfer(layout, tuning, LayerwiseEngine, stored) as transfer:
+        layered = Layered(transfer, table, copies)
+        for direction, kind, run, ceiling in (
+            (LOAD, "load by layer", layered.load, "host to device"),
+            (STORE, "store", layered.store, "device to host"),
+        ):
+            what = f"{kind}, {name}, {layout}"
+            seconds = clock(run, repeats)
+            share = nbytes / seconds / best[ceiling]
+            costs = [layered.costs(direction) for _ in range(repeats)]
+            plan, issue = (statistics.median(column) for column in zip(*costs, strict=True))
+            shown = [f"{plan * 1e3:.2f}", f"{issue * 1e3:.2f}", ""]
+            rows.table.append([what, f"{nbytes / seconds / 1e9:.1f}", f"{share:.3f}", *shown])
+            rows.figures[what] = {"seconds": seconds, "share": share, "plan": plan, "issue": issue}
+            rows.bounds.append(Least(f"{what}: share of a locked copy", share, OF_BUS))
+            rows.bounds.append(Bound(f"{what}: milliseconds to issue", issue * 1e3, ISSUE_MS))
+            if direction == LOAD:
+                first = statistics.median(layered.first() for _ in range(repeats))
+                rows.table.append([f"  first layer after {first * 1e3:.2f} ms", "", "", "", "", ""])
+                rows.figures[what]["first"] = first
+                part = first / seconds
+                rows.bounds.append(Bound(f"{what}: share of its time until the first layer", part, FIRST))
     return rows

@@ -2,20 +2,9 @@
 #include "cuda_internal.h"
 
 #define MOST_PITCH (1u << 31)
-#define BATCH 256
-
-struct batch {
-  struct maru_sink sink;
-  struct maru_pages *pages;
-  CUhandle_ lane;
-  size_t count;
-  CUdeviceptr_ targets[BATCH], sources[BATCH];
-  size_t bytes[BATCH];
-};
-
 /* How many copies from number `i` on are rows of one copy of two dimensions: all as wide, at one distance on both
  * sides, in one registration. */
-static size_t rows_from(const struct batch *batch, size_t i) {
+static size_t rows_from(const struct maru_batch *batch, size_t i) {
   const struct maru_job *job = &batch->pages->job;
   const CUdeviceptr_ *host = job->direction == MARU_LOAD ? batch->sources : batch->targets;
   size_t width = batch->bytes[i], rows = 1;
@@ -33,7 +22,7 @@ static size_t rows_from(const struct batch *batch, size_t i) {
   return rows;
 }
 
-static int copy_rows(const struct batch *batch, size_t i, size_t rows) {
+static int copy_rows(const struct maru_batch *batch, size_t i, size_t rows) {
   struct maru_pages *pages = batch->pages;
   int load = pages->job.direction == MARU_LOAD;
   struct maru_copy_2d copy = {.width = batch->bytes[i], .height = rows};
@@ -50,7 +39,7 @@ static int copy_rows(const struct batch *batch, size_t i, size_t rows) {
 }
 
 /* Make what lies at one distance one copy, so that a thread has fewer to submit; what is left stays in the batch. */
-static int fold(struct batch *batch) {
+static int fold(struct maru_batch *batch) {
   size_t least = batch->pages->job.fold, left = 0;
   if (!least) return MARU_OK;
   for (size_t i = 0; i < batch->count;) {
@@ -68,7 +57,7 @@ static int fold(struct batch *batch) {
   return MARU_OK;
 }
 
-static int flush(struct batch *batch) {
+static int flush(struct maru_batch *batch) {
   struct maru_pages *pages = batch->pages;
   const struct maru_driver *driver = &pages->cuda->driver;
   int status = fold(batch);
@@ -89,7 +78,7 @@ static int flush(struct batch *batch) {
 }
 
 /* Whether a copy continues the one before on both sides; then it is added to that. */
-static int continues(struct batch *batch, uint64_t target, uint64_t source, uint64_t bytes) {
+static int continues(struct maru_batch *batch, uint64_t target, uint64_t source, uint64_t bytes) {
   const struct maru_job *job = &batch->pages->job;
   if (!batch->count) return 0;
   size_t last = batch->count - 1;
@@ -101,21 +90,49 @@ static int continues(struct batch *batch, uint64_t target, uint64_t source, uint
   return 1;
 }
 
-static int batch_take(struct maru_sink *sink, uint64_t target, uint64_t source, uint64_t bytes) {
-  struct batch *batch = (struct batch *)sink;
+static int take(struct maru_sink *sink, uint64_t target, uint64_t source, uint64_t bytes) {
+  struct maru_batch *batch = (struct maru_batch *)sink;
   if (continues(batch, target, source, bytes)) return MARU_OK;
+  if (batch->count == MARU_BATCH) {
+    /* Of a slice that is only looked at nothing may be submitted. */
+    int status = batch->whole ? MARU_E_MEMORY : flush(batch);
+    if (status) return status;
+  }
   batch->targets[batch->count] = target, batch->sources[batch->count] = source;
   batch->bytes[batch->count++] = bytes;
-  return batch->count < BATCH ? MARU_OK : flush(batch);
+  return MARU_OK;
+}
+
+static int take_all(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,
+                    const struct maru_segment *last, int whole) {
+  struct maru_batch *batch = &pages->batch;
+  uint64_t here = slot * pages->slot_bytes;
+  int status = MARU_OK;
+  batch->sink.take = take, batch->pages = pages, batch->lane = pages->lane[slot];
+  batch->whole = whole, batch->count = 0;
+  for (const struct maru_segment *s = first; s < last && !status; s++)
+    status = maru_segment_copies(&pages->geometry, pages->layer_addresses, &pages->job, s, pages->staging + here,
+                                 pages->bounce + here, &batch->sink);
+  return status;
+}
+
+uint32_t maru_gather_slice(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,
+                           const struct maru_segment *last) {
+  struct maru_batch *batch = &pages->batch;
+  uint32_t copies = 0, fold = pages->job.fold;
+  batch->whole = take_all(pages, slot, first, last, 1) == MARU_OK;
+  if (!batch->whole) return UINT32_MAX;
+  for (size_t i = 0, rows; i < batch->count; i += rows, copies++) {
+    rows = fold ? rows_from(batch, i) : 1;
+    if (rows < fold) rows = 1;
+  }
+  return copies;
 }
 
 int maru_copy_slice(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,
                     const struct maru_segment *last) {
-  struct batch batch = {.sink = {batch_take}, .pages = pages, .lane = pages->lane[slot]};
-  uint64_t here = slot * pages->slot_bytes;
-  int status = MARU_OK;
-  for (const struct maru_segment *s = first; s < last && !status; s++)
-    status = maru_segment_copies(&pages->geometry, pages->layer_addresses, &pages->job, s, pages->staging + here,
-                                 pages->bounce + here, &batch.sink);
-  return status ? status : flush(&batch);
+  int kept = pages->batch.whole, status = MARU_OK;
+  if (!kept) status = take_all(pages, slot, first, last, 0);
+  pages->batch.whole = 0;
+  return status ? status : flush(&pages->batch);
 }

@@ -23,6 +23,7 @@
 #define MARU_TEXT 320
 #define MARU_WIDTHS 5 /* accesses of 1, 2, 4, 8, 16 bytes */
 #define MARU_MOST_SPARE 256
+#define MARU_BATCH 256
 
 struct maru_cuda {
   struct maru_driver driver;
@@ -34,6 +35,17 @@ struct maru_cuda {
   pthread_mutex_t lock;
   CUhandle_ spare[MARU_MOST_SPARE];
   uint32_t spares;
+};
+
+/* Copies of a slice that are not yet submitted. */
+struct maru_batch {
+  struct maru_sink sink;
+  struct maru_pages *pages;
+  CUhandle_ lane;
+  int whole; /* it has all of a slice's copies */
+  size_t count;
+  CUdeviceptr_ targets[MARU_BATCH], sources[MARU_BATCH];
+  size_t bytes[MARU_BATCH];
 };
 
 struct maru_pages {
@@ -50,6 +62,7 @@ struct maru_pages {
   /* What addresses of pages are all multiples of, 16 at most. */
   uint64_t aligned;
   struct maru_place place;
+  struct maru_batch batch;
   /* The job that was submitted last; slices are counted from its first. */
   struct maru_job job;
   uint32_t first[MARU_MOST_WINDOW], last[MARU_MOST_WINDOW]; /* segments of the slices under way */
@@ -121,13 +134,18 @@ int maru_is_cancelled(struct maru_layers *layers);
 
 /* What follows is done to the slice of segments [first, last), number pages->submitted of its job, in `slot`. */
 
+/* How many copies its bytes are for the copy engine, which are kept for maru_copy_slice; UINT32_MAX: very many, and none
+ * were kept. */
+uint32_t maru_gather_slice(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,
+                           const struct maru_segment *last);
+
 /* Its copies between host memory and the slot, or the pages. */
 int maru_copy_slice(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,
                     const struct maru_segment *last);
 
-/* Its placement between the slot, or host memory, and the pages. */
+/* Its placement between the pages and the slot, or with MARU_MAPPED as `way` and host memory. */
 int maru_place_slice(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,
-                     const struct maru_segment *last);
+                     const struct maru_segment *last, uint32_t way);
 
 /* All of it. */
 int maru_load_slice(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,

@@ -55,9 +55,29 @@ static int give_way(struct maru_pages *pages, uint32_t slot) {
   return MARU_OK;
 }
 
-/* Whether the slice goes between host memory and pages without staging memory: when it has crossed, all is done. */
-static int is_straight(struct maru_pages *pages, uint32_t way) {
-  return pages->straight[pages->submitted % MARU_MOST_WINDOW] = way == MARU_DIRECT || way == MARU_MAPPED;
+/* Whether the slice's copies are so many that a kernel which reaches the objects itself costs a thread less. */
+static int is_scattered(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,
+                        const struct maru_segment *last) {
+  const struct maru_job *job = &pages->job;
+  uint64_t pieces = 0, all = pages->aligned;
+  if (!job->scattered || first->way != MARU_STAGED || !pages->cuda->info.maps_host) return 0;
+  for (const struct maru_segment *s = first; s < last; s++) {
+    int one = s->rows == 1 || s->pitch == s->tokens * (uint64_t)pages->place.token_bytes;
+    pieces += one ? 1 : s->rows;
+    all |= s->host | (one ? 0 : s->pitch);
+  }
+  /* With narrower accesses a kernel has too few bytes under way on the bus. */
+  if (pieces < job->scattered || all % 16) return 0;
+  return maru_gather_slice(pages, slot, first, last) >= job->scattered;
+}
+
+/* How the slice travels after all. */
+static uint32_t way_of(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,
+                       const struct maru_segment *last) {
+  pages->batch.whole = 0;
+  uint32_t way = is_scattered(pages, slot, first, last) ? MARU_MAPPED : first->way;
+  pages->straight[pages->submitted % MARU_MOST_WINDOW] = way == MARU_DIRECT || way == MARU_MAPPED;
+  return way;
 }
 
 /* The slice has no more to do with host memory. */
@@ -69,31 +89,33 @@ static int cross(struct maru_pages *pages, uint32_t slot) {
 int maru_load_slice(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,
                     const struct maru_segment *last) {
   int status;
-  uint32_t way = first->way;
+  uint32_t way = way_of(pages, slot, first, last);
+  int staged = way == MARU_STAGED || way == MARU_BOUNCED;
   if (way == MARU_BOUNCED)
     for (const struct maru_segment *s = first; s < last; s++)
       maru_segment_bounce(&pages->geometry, s, pages->bounce + slot * pages->slot_bytes, 1);
-  if (is_straight(pages, way)) STEP(open_pages(pages, slot));
+  if (!staged) STEP(open_pages(pages, slot));
   STEP(give_way(pages, slot));
   if (way != MARU_MAPPED) STEP(maru_copy_slice(pages, slot, first, last));
-  if (way == MARU_MAPPED) STEP(maru_place_slice(pages, slot, first, last));
+  if (way == MARU_MAPPED) STEP(maru_place_slice(pages, slot, first, last, way));
   STEP(cross(pages, slot));
-  if (is_straight(pages, way)) return MARU_OK;
+  if (!staged) return MARU_OK;
   STEP(open_pages(pages, slot));
-  STEP(maru_place_slice(pages, slot, first, last));
+  STEP(maru_place_slice(pages, slot, first, last, way));
   return close_pages(pages, slot, last);
 }
 
 int maru_store_slice(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,
                      const struct maru_segment *last) {
   int status;
-  uint32_t way = first->way;
+  uint32_t way = way_of(pages, slot, first, last);
+  int staged = way == MARU_STAGED || way == MARU_BOUNCED;
   STEP(open_pages(pages, slot));
-  if (!is_straight(pages, way)) STEP(maru_place_slice(pages, slot, first, last));
-  if (!is_straight(pages, way)) STEP(close_pages(pages, slot, last));
+  if (staged) STEP(maru_place_slice(pages, slot, first, last, way));
+  if (staged) STEP(close_pages(pages, slot, last));
   STEP(give_way(pages, slot));
   if (way != MARU_MAPPED) STEP(maru_copy_slice(pages, slot, first, last));
-  if (way == MARU_MAPPED) STEP(maru_place_slice(pages, slot, first, last));
+  if (way == MARU_MAPPED) STEP(maru_place_slice(pages, slot, first, last, way));
   return cross(pages, slot);
 }
 

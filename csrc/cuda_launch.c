@@ -7,7 +7,7 @@
 #define VECTORS_PER_BLOCK (MARU_PLACE_THREADS * MARU_PLACE_UNROLL)
 
 int maru_place_slice(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,
-                     const struct maru_segment *last) {
+                     const struct maru_segment *last, uint32_t way) {
   const struct maru_geometry *g = &pages->geometry;
   const struct maru_job *job = &pages->job;
   struct maru_place *place = &pages->place;
@@ -16,14 +16,14 @@ int maru_place_slice(struct maru_pages *pages, uint32_t slot, const struct maru_
   place->segments = (uint32_t)(last - first), place->blocks = 0;
   for (const struct maru_segment *s = first; s < last; s++, here++) {
     uint32_t begin = s->token / g->block_size, end = (s->token + s->tokens - 1) / g->block_size + 1;
-    if (s->way == MARU_MAPPED)
+    if (way == MARU_MAPPED)
       here->packed = s->host, here->pitch = s->pitch;
     else
       here->packed = pages->staging + slot * pages->slot_bytes + s->offset, here->pitch = token * s->tokens;
     all |= here->packed | (s->rows > 1 ? here->pitch : 0);
     here->row = s->row, here->step = s->step;
     here->slot = s->token % g->block_size;
-    here->tokens = maru_divisor_of(s->tokens);
+    here->tokens = s > first && s->tokens == s[-1].tokens ? here[-1].tokens : maru_divisor_of(s->tokens);
     if (s > first && s->token == s[-1].token && s->tokens == s[-1].tokens) {
       here->block = here[-1].block;
     } else {
@@ -43,7 +43,8 @@ int maru_place_slice(struct maru_pages *pages, uint32_t slot, const struct maru_
   for (uint32_t n = 0; n < g->planes; n++)
     place->plane[n].step = g->plane[n].dim == 1 ? 1u << width : g->plane[n].dim * g->element_size;
   uint64_t blocks = ((most >> width) + VECTORS_PER_BLOCK - 1) / VECTORS_PER_BLOCK;
-  uint64_t limit = job->grid ? job->grid : (uint64_t)pages->cuda->info.multiprocessors * BLOCKS_PER_MULTIPROCESSOR;
+  uint32_t grid = way != first->way && job->scattered_grid ? job->scattered_grid : job->grid;
+  uint64_t limit = grid ? grid : (uint64_t)pages->cuda->info.multiprocessors * BLOCKS_PER_MULTIPROCESSOR;
   if (blocks > limit) blocks = limit;
   void *parameters[] = {place};
   DO(pages, LaunchKernel, pages->cuda->kernel[job->direction][width], (unsigned)blocks, 1, 1, MARU_PLACE_THREADS, 1, 1,

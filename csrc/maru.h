@@ -131,7 +131,7 @@ MARU_API const char *maru_status_text(int status);
  * call on it is under way or will come. In a forked child none may be used, not even closed. */
 
 /* Raised as MARU_ABI_VERSION is, for the functions maru_cuda_* and what they take. */
-#define MARU_CUDA_ABI_VERSION 2
+#define MARU_CUDA_ABI_VERSION 3
 
 /* Planes of a layer: K and V, or one. */
 #define MARU_PLANES 2
@@ -207,6 +207,10 @@ struct maru_job {
   /* So many copies of a slice, or more, that lie at one distance on both sides are made as one copy of two dimensions;
    * 0: never. Copies that continue each other on both sides are always one. */
   uint32_t fold;
+  /* A staged slice of so many copies, or more, that do not lie at one distance, is MARU_MAPPED instead, by
+   * `scattered_grid` thread blocks at most (0: as `grid`): one launch costs a thread less. Only where a kernel may use
+   * the host's address, and all of the slice lies so that accesses are of 16 bytes. 0: never. */
+  uint32_t scattered, scattered_grid;
   /* The caller's stream, a CUstream. */
   uint64_t stream;
 };

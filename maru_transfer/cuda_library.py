@@ -24,7 +24,7 @@ from maru_transfer.exports import BufferCalls, Exports
 
 LIBRARY: Final = "libmaru_cuda.so"
 #: MARU_CUDA_ABI_VERSION of the header that this module was written for.
-ABI_VERSION: Final = 2
+ABI_VERSION: Final = 3
 REBUILD: Final = "install Maru again where nvcc can be found"
 
 #: enum maru_way.
@@ -75,6 +75,8 @@ class _Job(ctypes.Structure):
                 "grid",
                 "one_by_one",
                 "fold",
+                "scattered",
+                "scattered_grid",
             )
         ),
         ("stream", ctypes.c_uint64),
@@ -124,6 +126,8 @@ class Submission:
     grid: int = 0
     one_by_one: bool = False
     fold: int = 0
+    scattered: int = 0
+    scattered_grid: int = 0
 
 
 class CudaLibrary:
@@ -296,6 +300,8 @@ def _raw(job: Job, how: Submission, stream: int) -> _Job:
         how.grid,
         how.one_by_one,
         how.fold,
+        how.scattered,
+        how.scattered_grid,
         stream,
     )
 

@@ -42,7 +42,8 @@ class Tuning:
     all of them but one. At most ``window`` slices are submitted at a time, and ``burst`` of them waited for at once.
     ``grid``: thread blocks of one launch. ``direct_bytes`` and ``mapped_bytes``: see maru_transfer.slices.Limits.
     ``one_by_one``: no batches of copies. ``fold``: so many copies at one distance, or more, are one copy of two
-    dimensions; 0: never.
+    dimensions; 0: never. ``scattered``: a slice that would be so many copies, or more, is moved by a kernel that
+    reaches host memory itself, of ``scattered_grid`` thread blocks; 0: none is.
     """
 
     slot_bytes: int = 32 << 20
@@ -54,6 +55,8 @@ class Tuning:
     mapped_bytes: int = 4 << 20
     one_by_one: bool = False
     fold: int = 3
+    scattered: int = 8
+    scattered_grid: int = 4
 
 
 class Memory(Protocol):
@@ -95,7 +98,15 @@ class KernelTransfer:
         wanted = min(tuning.slot_bytes, max(chunk, _LEAST_SLOT))
         self._slot_bytes = -(-max(wanted, token) // 256) * 256
         self._slots = tuning.slots
-        self._how = Submission(tuning.window, tuning.burst, tuning.grid, tuning.one_by_one, tuning.fold)
+        self._how = Submission(
+            window=tuning.window,
+            burst=tuning.burst,
+            grid=tuning.grid,
+            one_by_one=tuning.one_by_one,
+            fold=tuning.fold,
+            scattered=tuning.scattered,
+            scattered_grid=tuning.scattered_grid,
+        )
         mapped = tuning.mapped_bytes if device.info.maps_host else -1
         self._slicer = Slicer(paged, stored, Limits(self._slot_bytes, tuning.direct_bytes, mapped))
         self._pinned: Any = None

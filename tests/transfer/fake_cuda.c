@@ -48,8 +48,8 @@ static int range_count;
 static uint64_t state = 1;
 static uint32_t slow;
 /* Copies, launches, batches, waits of the CPU, bytes copied, most bytes under way, errors, folded copies, events recorded
- * and waited for by streams, uses of events that are destroyed. */
-static uint64_t counts[10];
+ * and waited for by streams, uses of events that are destroyed, most blocks of a launch. */
+static uint64_t counts[11];
 static uint64_t under_way;
 static int lazy; /* nothing runs unless somebody waits for it */
 static char fail_name[64];
@@ -435,6 +435,7 @@ API int cuLaunchKernel(CUhandle_ function, unsigned gx, unsigned gy, unsigned gz
   struct op *op = push(stream, PLACE);
   op->place = memcpy(malloc(sizeof *op->place), parameters[0], sizeof *op->place), op->store = index / 5;
   counts[1]++;
+  if (gx > counts[10]) counts[10] = gx;
   idle();
   return 0;
 }

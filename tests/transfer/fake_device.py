@@ -35,6 +35,7 @@ COUNTS = (
     "folded",
     "events",
     "misuses",
+    "most_blocks",
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from fake_device import ROOT, FakeDriver, aligned, compile_native, compiler, reg
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_forms import FORMS, Engine, Size
-from test_torch_copy import check_load, check_store, layers_of
+from test_torch_copy import buffers_for, check_load, check_store, layers_of
 
 from maru_core.contracts import TransferEngine
 from maru_core.errors import TransferError
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
 SIZE = Size(L=3, NB=9, BS=4, NH=2, HS=4)
 CASE = Case(SIZE, 8, [6, 2, 3, 5, 1, 4], [(0, 0, 8), (1, 8, 16), (2, 17, 23)])
 #: So little that every request takes many slices, and slots are used again and again.
-TIGHT = Tuning(slot_bytes=256, slots=3, window=3, burst=1, grid=3, direct_bytes=1 << 40, mapped_bytes=0)
+TIGHT = Tuning(slot_bytes=256, slots=3, window=3, burst=1, grid=3, direct_bytes=1 << 40, mapped_bytes=0, scattered=0)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,21 @@ WAYS: dict[str, tuple[Tuning, int]] = {
     "mapped": (evolve(TIGHT, mapped_bytes=1 << 40), 1),
     "one slice": (evolve(TIGHT, slot_bytes=1 << 20, slots=1, window=1), 1),
     "one by one": (evolve(TIGHT, one_by_one=True, window=2, burst=2), 2),
+    "scattered": (evolve(TIGHT, scattered=1, scattered_grid=1), 1),
+    "scattered in part": (evolve(TIGHT, slot_bytes=512, slots=2, scattered=2, fold=0, window=6, burst=3), 2),
 }
+
+
+def wrap(way: str) -> Callable[[list[Any]], list[memoryview]]:
+    """Objects where kernels can reach them, or at no aligned address."""
+    return at_aligned if WAYS[way][0].mapped_bytes or WAYS[way][0].scattered else buffers_for
+
+
+def at_aligned(arrays: list[Any]) -> list[memoryview]:
+    buffers = [aligned(array.nbytes) for array in arrays]
+    for buffer, array in zip(buffers, arrays, strict=True):
+        buffer[:] = array.tobytes()
+    return buffers
 
 
 def opener(driver: FakeDriver, way: str, seed: int = 1) -> Callable[..., Any]:
@@ -89,7 +104,7 @@ def opener(driver: FakeDriver, way: str, seed: int = 1) -> Callable[..., Any]:
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases(), seed=st.integers(0, 1000))
 def test_stored_objects_hold_what_the_naive_reader_reads(driver, way: str, name: str, case: Case, seed: int):
-    check_store(opener(driver, way, seed), name, case)
+    check_store(opener(driver, way, seed), name, case, wrap(way))
     assert driver.counts()["misaligned"] == 0
 
 
@@ -99,7 +114,7 @@ def test_stored_objects_hold_what_the_naive_reader_reads(driver, way: str, name:
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases(), seed=st.integers(0, 1000))
 def test_loading_writes_exactly_the_slots_that_were_asked_for(driver, way: str, name: str, case: Case, seed: int):
-    check_load(opener(driver, way, seed), name, case)
+    check_load(opener(driver, way, seed), name, case, wrap(way))
     assert driver.counts()["misaligned"] == 0
 
 
@@ -157,6 +172,52 @@ def test_a_small_request_needs_no_copy_engine(driver):
     for copy in copies:
         found = target.naive_object(table, copy.chunk, copy.first, copy.last, 8)
         assert bytes(copy.buffer) == found.tobytes()
+
+
+def in_pieces(driver: FakeDriver, tuning: Tuning, *, offset: int = 0) -> dict[str, int]:
+    """What the driver is asked for a store of one object of 8 tokens whose 6 rows are short of a token, each a copy."""
+    engine, transfer = opened(driver, evolve(tuning, slot_bytes=1 << 12, fold=0))
+    memory = registered(driver, aligned(engine.stored(8).nbytes + offset))
+    transfer.store(CASE.block_ids, [ChunkCopy(0, 1, 8, memory[offset:])])
+    transfer.close()
+    found, wanted = np.frombuffer(memory[offset:], np.uint16), engine.naive_object(CASE.block_ids, 0, 1, 8, 8)
+    np.testing.assert_array_equal(found.reshape(wanted.shape)[:, :, 1:], wanted[:, :, 1:])
+    return driver.counts()
+
+
+@pytest.mark.parametrize(("scattered", "copies"), [(0, 6), (1, 0), (6, 0), (7, 6)])
+def test_a_slice_of_many_copies_is_moved_by_a_kernel(driver, scattered: int, copies: int):
+    counts = in_pieces(driver, evolve(TIGHT, scattered=scattered))
+    assert (counts["copies"], counts["launches"], counts["misaligned"]) == (copies, 1, 0)
+
+
+def test_where_a_kernel_would_need_narrow_accesses_there_are_copies(driver):
+    assert in_pieces(driver, evolve(TIGHT, scattered=1), offset=16)["copies"] == 0
+    assert in_pieces(driver, evolve(TIGHT, scattered=1), offset=8)["copies"] == 6
+
+
+def test_copies_that_are_folded_count_as_one(driver):
+    """Whole chunks whose rows lie at one distance; two of them are short of a token, at another one."""
+    for scattered, copies in ((2, 0), (3, 2)):
+        engine, transfer = opened(driver, evolve(TIGHT, slot_bytes=1 << 12, fold=2, scattered=scattered))
+        both = [registered(driver, aligned(engine.stored(8).nbytes)) for _ in range(2)]
+        parts = [ChunkCopy(0, 1, 8, both[0]), ChunkCopy(1, 9, 16, both[1])]
+        transfer.store(CASE.block_ids, parts)
+        transfer.close()
+        assert driver.counts()["copies"] == copies, scattered
+
+
+def test_a_kernel_that_reaches_host_memory_has_its_own_number_of_blocks(driver):
+    size = Size(L=2, NB=70, BS=16, NH=4, HS=32)
+    engine = Engine.make("planes-first NHD", size, 5)
+    stored = engine.stored(1024)
+    tuning = evolve(TIGHT, slot_bytes=1 << 20, slots=2, fold=0, grid=7)
+    for scattered, blocks in ((0, 7), (2, 3)):
+        driver.hooks.fake_reset(1)
+        tuned = evolve(tuning, scattered=scattered, scattered_grid=3)
+        with closing(driver.transfer(layers_of(engine), engine.paged, stored, tuned)) as transfer:
+            transfer.store(list(range(64)), [ChunkCopy(0, 1, 1024, registered(driver, aligned(stored.nbytes)))])
+        assert driver.counts()["most_blocks"] == blocks
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -348,6 +409,25 @@ MUTATIONS = {
         "",
     ),
     "copies across registrations": ("cuda_copies.c", "i < job->cut_count ? job->cuts[i] : end", "end"),
+    "a kernel that takes the slot for the object": (
+        "cuda_launch.c",
+        "if (way == MARU_MAPPED)",
+        "if (way == MARU_MAPPED && s->way == way)",
+    ),
+    "objects that may be reused before a kernel has read them": (
+        "cuda_lanes.c",
+        """  if (way == MARU_MAPPED) STEP(maru_place_slice(pages, slot, first, last, way));
+  STEP(cross(pages, slot));
+""",
+        """  STEP(cross(pages, slot));
+  if (way == MARU_MAPPED) STEP(maru_place_slice(pages, slot, first, last, way));
+""",
+    ),
+    "pages that are written straight before they may": (
+        "cuda_lanes.c",
+        "if (!staged) STEP(open_pages(pages, slot));",
+        "",
+    ),
 }
 
 
@@ -374,9 +454,9 @@ def check_much(driver: FakeDriver) -> None:
     case = Case(evolve(SIZE, BS=3), 8, [1, 3, 2, 5, 6, 7, 4, 8], [(1, 9, 15), (0, 0, 8), (2, 16, 23)])
     for seed in range(20):
         for way in WAYS:
-            check_store(opener(driver, way, seed), "planes-first NHD", CASE)
-            check_load(opener(driver, way, seed), "planes-first NHD", CASE)
-            check_store(opener(driver, way, seed), "packed per head", case)
+            check_store(opener(driver, way, seed), "planes-first NHD", CASE, wrap(way))
+            check_load(opener(driver, way, seed), "planes-first NHD", CASE, wrap(way))
+            check_store(opener(driver, way, seed), "packed per head", case, wrap(way))
             check_order(driver, way, seed)
 
 

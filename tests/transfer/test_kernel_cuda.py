@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NEVER = 1 << 40
-SMALL = Tuning(slot_bytes=16 << 10, slots=4, window=3, burst=2, direct_bytes=NEVER, mapped_bytes=0)
+SMALL = Tuning(slot_bytes=16 << 10, slots=4, window=3, burst=2, direct_bytes=NEVER, mapped_bytes=0, scattered=0)
 #: (tuning, whether objects are locked)
 WAYS = {
     "staged": (SMALL, True),
@@ -37,6 +37,8 @@ WAYS = {
     "bounced": (SMALL, False),
     "direct": (evolve(SMALL, direct_bytes=1), True),
     "mapped": (evolve(SMALL, mapped_bytes=NEVER), True),
+    "scattered": (evolve(SMALL, scattered=1, scattered_grid=2), True),
+    "scattered in part": (evolve(SMALL, slots=2, scattered=3, fold=0), True),
     "as tuned": (Tuning(), True),
 }
 #: (layers, block size, heads, head size): block size equal to heads and not, sizes that no power of two divides.

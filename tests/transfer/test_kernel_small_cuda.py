@@ -46,6 +46,9 @@ CASES = [
     (way, engine, form, width)
     for (way, engine), form, width in zip(product(WAYS, ENGINES), cycle(FORMS), cycle(WIDTHS), strict=False)
 ]
+#: What kernels move in place of many copies are accesses of 16 bytes only.
+CASES += [(way, engine, "planes-first NHD", (8, 2)) for way in WAYS if "scattered" in way for engine in ENGINES]
+CASES = list(dict.fromkeys(CASES))
 
 
 @pytest.fixture(autouse=True)

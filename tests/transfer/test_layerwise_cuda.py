@@ -36,6 +36,8 @@ WAYS = {
     "bounced": (SMALL, False),
     "direct": (evolve(SMALL, direct_bytes=1), True),
     "mapped": (evolve(SMALL, mapped_bytes=NEVER), True),
+    "scattered": (evolve(SMALL, scattered=1, scattered_grid=2), True),
+    "scattered in part": (evolve(SMALL, slots=2, scattered=3, fold=0), True),
     "as tuned": (Tuning(), True),
 }
 SIZES = [(3, 16, 8, 64), (2, 8, 3, 80), (1, 5, 7, 12)]

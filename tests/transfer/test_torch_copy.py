@@ -106,10 +106,13 @@ def buffers_for(arrays: list[Any], fill: int = 0xAB) -> list[memoryview]:
     return buffers
 
 
-def check_store(open_: Open, name: str, case: Case) -> None:
+Wrap = Callable[[list[Any]], list[memoryview]]
+
+
+def check_store(open_: Open, name: str, case: Case, wrap: Wrap = buffers_for) -> None:
     engine = case.engine(name, 3)
     expected = case.objects(engine)
-    buffers = buffers_for([np.full_like(array, 0xAB) for array in expected])
+    buffers = wrap([np.full_like(array, 0xAB) for array in expected])
     before = engine.memory.copy()
     with closing(open_(layers_of(engine), engine.paged, case.stored(engine))) as transfer:
         transfer.store(case.block_ids, case.copies(buffers))
@@ -118,9 +121,9 @@ def check_store(open_: Open, name: str, case: Case) -> None:
     np.testing.assert_array_equal(engine.memory, before)
 
 
-def check_load(open_: Open, name: str, case: Case) -> None:
+def check_load(open_: Open, name: str, case: Case, wrap: Wrap = buffers_for) -> None:
     arrays = case.objects(case.engine(name, 3))
-    buffers = [buffer.toreadonly() for buffer in buffers_for(arrays)]
+    buffers = [buffer.toreadonly() for buffer in wrap(arrays)]
     target, expected = case.engine(name, None), case.engine(name, None)
     case.write(expected, arrays)
     with closing(open_(layers_of(target), target.paged, case.stored(target))) as transfer:
