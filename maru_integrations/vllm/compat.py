@@ -74,6 +74,16 @@ def evict_blocks(block_pool: Any, block_ids: Iterable[int]) -> None:
     block_pool.evict_blocks({block for block in block_ids if 0 < block < block_pool.num_gpu_blocks})
 
 
+def own_prefix(block_pool: Any, request: Any, block_size: int) -> int:
+    """Tokens of a request's longest prefix that vLLM's own cache holds now; for one KV group."""
+    count = 0
+    for block_hash in request.block_hashes:
+        if not block_pool.get_cached_block(block_hash, [0]):
+            break
+        count += 1
+    return count * block_size
+
+
 def group_block_ids(blocks: Any) -> list[list[int]]:
     """Block ids per KV group of a ``KVCacheBlocks`` or of a scheduler output's tuple."""
     ids = blocks.get_block_ids() if hasattr(blocks, "get_block_ids") else blocks

@@ -127,6 +127,11 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.bind_block_pool(gpu_block_pool)
 
+    def on_new_request(self, request: Any) -> None:
+        """The request has arrived."""
+        if self._scheduler is not None:
+            self._guard.run("arrived", lambda: None, self._scheduler.arrived, request)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond ``num_computed_tokens`` that will be loaded."""
         if self._scheduler is None:

@@ -91,6 +91,17 @@ class Matcher:
         hit.tokens = max(0, min((hit.first_chunk + hit.chunks) * self._chunk, cap) - local)
         return hit.tokens
 
+    def ask(self, state: RequestState, num_tokens: int, local: int) -> bool:
+        """Send the question that :meth:`match` will look for the answer to; whether there is one."""
+        cap = (num_tokens - 1) // self._block * self._block
+        if state.chain is None or state.asked or local >= cap or self._breaker.is_open:
+            return False
+        try:
+            return self._ask(state, num_tokens, local, cap)
+        except MaruError as error:
+            self._log.debug("maru.lookup_failed", request=state.request.request_id, reason=str(error))
+            return False
+
     def drop(self, state: RequestState) -> None:
         """Give back what a request has asked for and not used."""
         if state.lookup is not None:

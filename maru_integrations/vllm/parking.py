@@ -46,10 +46,14 @@ class Parking:
         self._shares[request_id] = blocks
         return True
 
-    def _fits(self, blocks: int) -> bool:
-        if self.budget is None or not self._shares:
+    def has_room(self, blocks: int, others: int) -> bool:
+        """Whether a newcomer that needs ``blocks`` would be admitted, with others that need ``others`` before it."""
+        return not self._line and self._fits(blocks, others)
+
+    def _fits(self, blocks: int, others: int = 0) -> bool:
+        if self.budget is None or not (self._shares or others):
             return True
-        return sum(self._shares.values()) + blocks <= self.budget
+        return sum(self._shares.values()) + others + blocks <= self.budget
 
     def begin_load(self, request_id: str) -> bool:
         """Whether the request's load may start; if not, ask again. Idempotent."""

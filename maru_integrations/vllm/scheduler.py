@@ -11,6 +11,7 @@ from maru_core.client import MaruHandler
 from maru_core.keys import KeyChain
 from maru_core.namespace import Namespace
 from maru_integrations.vllm import compat, support
+from maru_integrations.vllm.ahead import Ahead
 from maru_integrations.vllm.breaker import Breaker
 from maru_integrations.vllm.loading import Loads
 from maru_integrations.vllm.matching import Matcher
@@ -40,6 +41,7 @@ class MaruScheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._handler = handler
+        self._clock = clock
         self._root = namespace.root
         self._settings = settings
         self._log = logs.get_logger(__name__)
@@ -57,6 +59,7 @@ class MaruScheduler:
             count=self._stats.count,
         )
         self._resets = Resets(handler, clock)
+        self._ahead = Ahead()
         self._parking = Parking(settings.block_size, settings.block_budget, settings.window)
         self._loads = Loads()
         self._stores = Stores(clock)
@@ -76,14 +79,29 @@ class MaruScheduler:
 
     # -- matching ------------------------------------------------------------------------------------------------
 
+    def arrived(self, request: Any) -> None:
+        """vLLM will consider the request in one of the next steps: ask the pool now, so that it has an answer then."""
+        if not self._settings.loads or self._block_pool is None or not support.reads_prefix_cache(request):
+            return
+        state, tokens = self._state(request), request.num_tokens
+        blocks, asked = -(-tokens // self._settings.block_size), False
+        # Who will wait for blocks asks nothing.
+        if self._ahead.may_ask and (not self._settings.parks or self._parking.has_room(blocks, self._ahead.blocks)):
+            local = compat.own_prefix(self._block_pool, request, self._settings.block_size)
+            asked = self._resets.caught_up() and self._matcher.ask(state, tokens, local)
+        if asked or (state.chain is not None and not state.asked):
+            self._ahead.add(str(request.request_id), blocks if asked else 0, self._clock())
+
     def match(self, request: Any, local: int) -> tuple[int | None, bool]:
         """Tokens beyond ``local`` that will be loaded, and whether the request is parked while they are."""
         if not self._settings.loads:
             return 0, False
         request_id, parks = str(request.request_id), self._settings.parks
+        self._ahead.leave(request_id)
         if parks and not self._parking.admit(request_id, request.num_tokens):
             # Whether or not it would hit: if it went on and found too few blocks, it would keep those from running
             # that have the blocks.
+            self._forget_question(request_id)
             return None, False
         if not support.reads_prefix_cache(request):
             return 0, False
@@ -102,6 +120,12 @@ class MaruScheduler:
         assert state.hit is not None
         state.hit.promised = True
         return tokens, True
+
+    def _forget_question(self, request_id: str) -> None:
+        """What was asked for this request is let go of: it will wait."""
+        state = self._states.get(request_id)
+        if state is not None:
+            self._matcher.drop(state)
 
     def _is_worth_it(self, state: RequestState) -> bool:
         hit = state.hit
@@ -178,6 +202,8 @@ class MaruScheduler:
         """Follow the step's block tables and pick the chunks that are handed over for when it has run."""
         # With loads under way their ends are worth looking for.
         self._matcher.new_step(idle=not output.num_scheduled_tokens and not len(self._loads))
+        for request_id in self._ahead.take_old(self._clock()):
+            self._forget_question(request_id)
         self._take_away(compat.preempted(output))
         self._loads.step_planned()
         scheduled: list[tuple[RequestState, int, int]] = []
@@ -336,6 +362,7 @@ class MaruScheduler:
     def finished(self, request: Any) -> None:
         """The request is gone. A load that is under way keeps its lease until the workers have answered."""
         request_id = str(request.request_id)
+        self._ahead.leave(request_id)
         self._parking.leave(request_id)
         state = self._states.pop(request_id, None)
         if self._loads.of(request_id) is None:

@@ -57,9 +57,9 @@ def test_sixty_four_blocks_never_stand_still(engine_on: EngineOn, gate: str) -> 
     if gate == "ours":
         without_gate(engine)
     doors = Gate(store, loads=True)
+    store.lookups = 0
     for index, tokens in enumerate(prompts):
         engine.add(f"r{index}", tokens, max_tokens=20)
-    store.lookups = 0
     for _ in range(30):
         engine.step()
     scheduler = engine.side._scheduler
@@ -121,9 +121,9 @@ def test_a_shared_prefix_and_a_newcomer(engine_on: EngineOn, gate: str) -> None:
     doors = Gate(store, loads=True)
     prompts = {f"r{index}": [*shared, *prompt(20, index + 2)] for index in range(4)}
     prompts["new"] = prompt(100 * BLOCK, 9)
+    store.lookups = 0
     for name, tokens in prompts.items():
         engine.add(name, tokens, max_tokens=5)
-    store.lookups = 0
     for _ in range(30):
         engine.step()
     assert store.lookups == 2
