@@ -113,7 +113,7 @@ def failures(tiny: Tiny) -> dict[str, Any]:
         return lambda located: [False] * len(located.entries)
 
     counts = [tiny.metric("vllm:maru_loads_failed")]
-    with tiny.always_loading(), tiny.patched(Located, "check", bad):
+    with tiny.always_loading(), tiny.torn(), tiny.patched(Located, "check", bad):
         out["before"] = tiny.warm(*prompts)["answers"]
     counts.append(tiny.metric("vllm:maru_loads_failed"))
     tiny.side.reset_cache()
@@ -121,7 +121,7 @@ def failures(tiny: Tiny) -> dict[str, Any]:
     tiny.learn(*prompts)
     out["stored_again"] = [tiny.stored(ids, 4) for ids in prompts]
     longer = [ids + prompt(100, 330) for ids in prompts]
-    with tiny.always_loading(), tiny.patched(Located, "verify", bad):
+    with tiny.always_loading(), tiny.torn(), tiny.patched(Located, "verify", bad):
         out["after"] = tiny.warm(*longer)["answers"]
     counts.append(tiny.metric("vllm:maru_loads_failed"))
     out["failed"] = [counts[1] - counts[0], counts[2] - counts[1]]
@@ -137,6 +137,68 @@ def failures(tiny: Tiny) -> dict[str, Any]:
     out["leased"] = tiny.leased()
     out["free"] = tiny.free_blocks()
     return out
+
+
+def torn_block(tiny: Tiny) -> dict[str, Any]:
+    """A load of a single block, behind seven that vLLM has itself, fails and leaves garbage in it."""
+    from maru_core.client import Located
+
+    ids = prompt(300, 350)
+    (cold,) = tiny.learn(ids)
+    tiny.forget()
+    with with_settings(tiny, loads=False):
+        tiny.answer(ids[:230], tokens=1)
+    tiny.quiet()
+    counts = tiny.metric("vllm:maru_loads_failed"), tiny.metric("vllm:external_prefix_cache_hits")
+    with (
+        tiny.always_loading(),
+        tiny.torn(),
+        tiny.patched(Located, "check", lambda check: lambda located: [False] * len(located.entries)),
+    ):
+        answer = tiny.answer(ids)
+        tiny.quiet()
+    return {
+        "cold": cold,
+        "answer": answer,
+        "failed": tiny.metric("vllm:maru_loads_failed") - counts[0],
+        "tokens": tiny.metric("vllm:external_prefix_cache_hits") - counts[1],
+        "leased": tiny.leased(),
+        "free": tiny.free_blocks(),
+    }
+
+
+def stalled_store(tiny: Tiny) -> dict[str, Any]:
+    """A request finishes, its store is held up, and others write to every block that is free meanwhile."""
+    ids = prompt(300, 360)
+    tiny.learn(ids)
+    expected = tiny.objects(ids)
+    tiny.forget()
+    tiny.side.reset_cache()
+    gate = threading.Event()
+
+    def gated(reserve: Any) -> Any:
+        def run(*arguments: Any, **named: Any) -> Any:
+            assert gate.wait(60)
+            return reserve(*arguments, **named)
+
+        return run
+
+    with tiny.patched(tiny.worker._worker._link.handler, "reserve", gated):
+        tiny.answer(ids)
+        held = 39 - tiny.free_blocks()
+        with with_settings(tiny, stores=False):
+            for seed in (361, 362):
+                tiny.answer(prompt(890, seed))
+        gate.set()
+        stored = tiny.stored(ids, 4)
+    tiny.quiet()
+    return {
+        "held": held,
+        "stored": stored,
+        "same_bytes": tiny.objects(ids) == expected,
+        "leased": tiny.leased(),
+        "free": tiny.free_blocks(),
+    }
 
 
 def killed(tiny: Tiny) -> dict[str, Any]:

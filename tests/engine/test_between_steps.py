@@ -21,7 +21,7 @@ def results(request: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFac
     runtime = tmp_path_factory.mktemp("run")
     process = spawn(
         *("-m", "tests.engine.tiny", str(tiny_model), str(runtime), "{}", json.dumps(request.param)),
-        *("threads", "failures", "preemption", "killed"),
+        *("threads", "failures", "torn_block", "stalled_store", "preemption", "killed"),
         **IN_PROCESS,
     )
     try:
@@ -54,6 +54,25 @@ def test_failed_loads_are_recomputed_before_and_after_a_release(results: dict[st
     assert found["before"] == found["cold"]
     assert found["after"] == found["expected"]
     assert all(found["behind"]), "what is stored behind a failed load was computed again"
+    assert found["leased"] == 0
+    assert found["free"] == 39
+
+
+def test_a_single_block_that_was_not_filled_is_recomputed(results: dict[str, Any]) -> None:
+    """What is left out of the report of a load that failed would be read."""
+    found = scenario(results, "torn_block")
+    assert (found["failed"], found["tokens"]) == (1, 32)
+    assert found["answer"] == found["cold"]
+    assert found["leased"] == 0
+    assert found["free"] == 39
+
+
+def test_blocks_of_a_finished_request_stay_what_they_are_until_its_store_is_out(results: dict[str, Any]) -> None:
+    """Others that come meanwhile write to all blocks that there are but these."""
+    found = scenario(results, "stalled_store")
+    assert found["stored"] == 4
+    assert found["same_bytes"]
+    assert found["held"] == 10
     assert found["leased"] == 0
     assert found["free"] == 39
 

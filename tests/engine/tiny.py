@@ -192,6 +192,25 @@ class Tiny:
         """Load every hit, even if computing it is expected to be quicker."""
         return self.patched(self.side._scheduler, "_is_worth_it", lambda judge: lambda state: True)
 
+    def torn(self) -> AbstractContextManager[None]:
+        """Pages that a load did not fill hold garbage, as they do after a copy that was stopped in the middle."""
+        worker = self.worker._worker
+        link, shape = worker._link, worker._shape
+
+        def tear(tell: Callable[..., None]) -> Any:
+            def run(op: Any, good: int, failed: Any, reason: str = "") -> None:
+                from maru_integrations.vllm.copies import chunks_of, load_copies
+
+                if failed:
+                    chunks = range(good // shape.objects, chunks_of(op, shape))
+                    garbage = memoryview(bytearray(b"\x3f" * link.stored.nbytes))
+                    link.transfer.load(op.blocks, load_copies(op, shape, chunks, lambda index: garbage))
+                tell(op, good, failed, reason)
+
+            return run
+
+        return self.patched(worker._answers, "load_ended", tear)
+
     @contextmanager
     def patched(self, owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
         original = getattr(owner, name)
@@ -379,7 +398,7 @@ def parked(tiny: Tiny) -> dict[str, Any]:
         prompts = [prompt(300, 70 + seed) for seed in range(3)]
         cold = tiny.learn(*prompts)
         warm = tiny.warm(*prompts)
-        with tiny.patched(Located, "check", lambda check: lambda located: [False] * len(located.entries)):
+        with tiny.torn(), tiny.patched(Located, "check", lambda check: lambda located: [False] * len(located.entries)):
             failed = tiny.warm(*prompts)
     finally:
         side._settings = saved

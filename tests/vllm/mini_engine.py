@@ -48,6 +48,8 @@ CHUNK = 32
 LAYERS, HEADS, SIZE = 2, 2, 4
 VOCAB = 1000
 POISON = 999
+#: No model writes this.
+GARBAGE = -1
 
 
 def chain(tokens: Sequence[int]) -> list[int]:
@@ -382,7 +384,21 @@ def make_engine(
         scheduler, side, worker, store, caches, get_request_block_hasher(BLOCK, hash_fn), names=names, ahead=ahead
     )
     watch(engine)
+    tear(engine)
     return engine
+
+
+def tear(engine: Engine) -> None:
+    """Pages that a load did not fill hold garbage, as they do after a copy that was stopped in the middle."""
+    answers = engine.worker._answers
+    tell = answers.load_ended
+
+    def told(op: Any, good: int, failed: Sequence[int], reason: str = "") -> None:
+        for cache in engine.caches:
+            cache[:, list(failed)] = GARBAGE
+        tell(op, good, failed, reason)
+
+    answers.load_ended = told  # type: ignore[method-assign]
 
 
 def watch(engine: Engine) -> None:
