@@ -109,6 +109,21 @@ def test_who_keeps_blocks_after_a_failed_load_keeps_its_share(engine_on: EngineO
     settled(engine, 63)
 
 
+def test_who_loses_its_blocks_with_a_failed_load_gives_its_share_back(engine_on: EngineOn) -> None:
+    """It asks anew, with nothing in its hands, and takes a share then if there is one."""
+    store, tokens = FakeStore(), prompt(100)
+    warm(engine_on, store, tokens)
+    engine = engine_on(store, extra=PARKED)
+    store.lost.add(store.objects[keys_of(engine, tokens)[0]].entry)
+    engine.add("a", tokens)
+    engine.step()
+    assert engine.external == {"a": 96}
+    assert engine.side._scheduler._parking.is_empty
+    engine.run()
+    assert engine.answers["a"] == reference(tokens, 3)
+    settled(engine, 63)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("gate", ["ours", "both"])
 def test_a_shared_prefix_and_a_newcomer(engine_on: EngineOn, gate: str) -> None:
