@@ -377,9 +377,12 @@ def test_many_parked_requests_never_stall(engine_on: EngineOn, extra: dict[str, 
 
 
 def test_the_next_hit_is_parked_as_soon_as_the_first_runs(engine_on: EngineOn) -> None:
-    """One at a time is for loading: a long answer of the first does not keep the second waiting."""
+    """One at a time is for loading: a long answer of the first does not keep the second waiting.
+
+    They share 32 of their 33 blocks, so both can run, although their shares together are more than the 63 there are.
+    """
     store = FakeStore()
-    first, second = prompt(80, 1), prompt(80, 2)
+    first, second = prompt(33 * BLOCK, 1), [*prompt(32 * BLOCK, 1), *prompt(BLOCK, 2)]
     warm(engine_on, store, first, second)
     engine = engine_on(store, extra=PARKED)
     engine.add("long", first, max_tokens=100)

@@ -1,0 +1,100 @@
+"""What the scheduler side makes of a load's answer: who may be promised what again, and what is planned for storing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from attrs import evolve
+
+from maru_core.keys import KeyChain
+from maru_core.namespace import Namespace
+from maru_integrations.vllm.metadata import LATE, LoadOp, LoadResult, MaruWorkerMetadata
+from maru_integrations.vllm.planning import SchedulerSettings
+from maru_integrations.vllm.scheduler import MaruScheduler
+from tests.vllm.fake_store import FakeHandler, FakeStore
+from tests.vllm.test_requests import output, request
+
+CHUNK, BLOCK, CHUNKS = 32, 16, 6
+NAMESPACE = Namespace.of({"test": 1})
+SETTINGS = SchedulerSettings(
+    chunk_tokens=CHUNK, block_size=BLOCK, loads=True, stores=True, parks=True, lookup_timeout=0.5
+)
+
+
+class Table:
+    """A request's blocks, as vLLM shows them."""
+
+    def __init__(self, first: int) -> None:
+        self.blocks = list(range(first, first + CHUNKS * CHUNK // BLOCK))
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return (self.blocks,)
+
+
+class Side:
+    """A scheduler side whose pool has all six chunks of every request's prompt."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.store = FakeStore()
+        handler = FakeHandler(self.store)
+        chain = KeyChain(NAMESPACE.root, CHUNK)
+        chain.extend(request("any").all_token_ids, CHUNKS * CHUNK)
+        grants = handler.reserve(chain.keys, 8, chain.keys, weights_epoch=0)
+        handler.commit(grants, checksums=False)
+        self.keys = chain.keys
+        self.side = MaruScheduler(handler, NAMESPACE, evolve(SETTINGS, **settings))  # type: ignore[arg-type]
+
+    def load(self, name: Any, local: int = 0, first: int = 1) -> LoadOp:
+        """Promise all that is there and let vLLM take it."""
+        tokens, parked = self.side.match(name, local)
+        assert parked
+        self.side.after_alloc(name, Table(first), tokens)
+        (op,) = self.side.take_loads()
+        return op
+
+    def tell(self, *results: LoadResult, bad: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+        """A step's answers."""
+        message = MaruWorkerMetadata(list(results))
+        self.side.worker_output(SimpleNamespace(kv_connector_worker_meta=message, invalid_block_ids=set(bad)))
+
+    def preempt(self, name: str) -> None:
+        """A step in which the request loses its blocks."""
+        step = output()
+        step.preempted_req_ids = {name}
+        self.side.plan_stores(step)
+
+
+def test_the_object_that_failed_is_not_promised_again_wherever_its_load_began() -> None:
+    """The lease begins at the first chunk; vLLM has one itself by the time it takes what was promised."""
+    world = Side()
+    first, second = request("a"), request("b")
+    assert world.side.match(first, 0) == (CHUNKS * CHUNK, True)
+    op = world.load(first, local=CHUNK)
+    assert list(op.keys) == world.keys[1:]
+    world.tell(LoadResult(op.load_id, 2))
+    assert world.side.match(second, 0) == (3 * CHUNK, True), "the first three were not found bad"
+    world.side.finished(first)
+    world.side.finished(second)
+    assert not world.store.leases
+
+
+def test_a_request_whose_load_failed_asks_no_second_time() -> None:
+    """Also when the object was not at fault, and the request loses its blocks and starts over."""
+    world, late, other = Side(), request("late"), request("other")
+    op = world.load(late)
+    world.tell(LoadResult(op.load_id, 0, LATE))
+    lookups = world.store.lookups
+    assert world.side.match(late, 0) == (0, False)
+    world.side.after_alloc(late, Table(1), 0)
+    world.preempt("late")
+    assert world.side.match(late, 0) == (0, False)
+    assert world.store.lookups == lookups
+    assert world.side.match(other, 0) == (CHUNKS * CHUNK, True)
+    world.side.finished(late)
+    world.side.finished(other)
+    assert not world.store.leases
