@@ -98,3 +98,49 @@ def test_a_request_whose_load_failed_asks_no_second_time() -> None:
     world.side.finished(late)
     world.side.finished(other)
     assert not world.store.leases
+
+
+def test_the_load_of_a_request_that_is_gone_is_stopped_once() -> None:
+    """Not one that was answered before, and not that of anybody else."""
+    world, gone, stays, done = Side(), request("gone"), request("stays"), request("done")
+    first, _, third = (world.load(name, first=number) for number, name in ((1, gone), (20, stays), (40, done)))
+    world.tell(LoadResult(third.load_id, CHUNKS))
+    world.side.finished(done)
+    world.side.finished(gone)
+    assert world.side.take_cancelled() == [first.load_id]
+    assert world.side.take_cancelled() == []
+    assert len(world.store.leases) == 2, "until the worker has answered"
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["planned before", "planned in this step"])
+def test_who_loses_its_blocks_has_the_load_into_those_stopped(known: bool) -> None:
+    """A load that was planned since the last step goes to blocks that were given after that, and goes on."""
+    world, victim, other = Side(), request("victim"), request("other")
+    spared = world.load(other, first=20)
+    world.side.plan_stores(output())
+    op = world.load(victim)
+    if known:
+        world.side.plan_stores(output())
+    world.preempt("victim")
+    assert world.side.take_preempted() == (["victim"] if known else [])
+    assert world.side.take_cancelled() == ([op.load_id] if known else [])
+    world.tell(LoadResult(op.load_id, CHUNKS), LoadResult(spared.load_id, CHUNKS))
+    assert not world.store.leases
+
+
+def test_a_load_that_could_not_be_planned_leaves_no_share_behind() -> None:
+    """Its request is told of the failure by a worker, like every other one."""
+    world, name = Side(), request("a")
+    tokens, parked = world.side.match(name, 0)
+    assert (tokens, parked) == (CHUNKS * CHUNK, True)
+    world.side.fail_load(name, Table(1), tokens)
+    (op,) = world.side.take_loads()
+    assert list(op.blocks) == Table(1).blocks
+    assert world.side._parking.admitted == 0
+    world.tell(LoadResult(op.load_id, 0))
+    assert world.side.match(name, 0) == (0, False)
+    assert world.side._parking.loading == 0
+    world.side.after_alloc(name, Table(1), 0)
+    world.side.finished(name)
+    assert world.side._parking.is_empty
+    assert not world.store.leases
