@@ -17,7 +17,7 @@ from maru_integrations.vllm.metadata import LATE, LoadOp, LoadResult, MaruWorker
 from maru_integrations.vllm.planning import SchedulerSettings
 from maru_integrations.vllm.scheduler import MaruScheduler
 from tests.vllm.fake_store import FakeHandler, FakeStore
-from tests.vllm.test_requests import output, request
+from tests.vllm.test_requests import Pool, output, request
 
 CHUNK, BLOCK, CHUNKS = 32, 16, 6
 NAMESPACE = Namespace.of({"test": 1})
@@ -124,6 +124,7 @@ def test_who_loses_its_blocks_has_the_load_into_those_stopped(known: bool) -> No
     world.preempt("victim")
     assert world.side.take_preempted() == (["victim"] if known else [])
     assert world.side.take_cancelled() == ([op.load_id] if known else [])
+    assert world.side._parking.admitted == world.side._parking.loading == (1 if known else 2)
     world.tell(LoadResult(op.load_id, CHUNKS), LoadResult(spared.load_id, CHUNKS))
     assert not world.store.leases
 
@@ -144,3 +145,19 @@ def test_a_load_that_could_not_be_planned_leaves_no_share_behind() -> None:
     world.side.finished(name)
     assert world.side._parking.is_empty
     assert not world.store.leases
+
+
+def test_what_was_computed_on_a_load_is_known_until_that_load_has_ended() -> None:
+    """The request went on early and is gone: its load fails some steps later, and vLLM's cache must hear of it all."""
+    world, name, pool = Side(overlap=True), request("a"), Pool()
+    world.side.bind_block_pool(pool)
+    op, table = world.load(name), [*Table(1).blocks, 50]
+    world.side.after_alloc(name, Table(1), 0)
+    world.side.plan_stores(output(a=(table, CHUNKS * CHUNK, 8)))
+    world.side.finished(name)
+    for _ in range(2):
+        world.tell()
+        world.side.plan_stores(output())
+    world.tell(LoadResult(op.load_id, 2), bad=set(table[4:12]))
+    assert pool.evicted == set(table[4:])
+    assert world.side._loads.is_empty
