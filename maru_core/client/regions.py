@@ -148,6 +148,15 @@ class Regions:
                 raise
             raise _gone() from None
 
+    def rooms(self, entries: Sequence[int], length: int) -> list[memoryview]:
+        """:meth:`room` for each of many objects of one length, in a fraction of the time."""
+        with suppress(ValueError, BackendError):  # room says what is wrong
+            pool = check_place(max(entries), length, self._pools)
+            if min(entries) >= pool.entry_base:  # what is before the last one in its pool has room there, too
+                buffer = self.of(pool).buffer
+                return [buffer[at : at + length] for at in [_offset(pool, entry) for entry in entries]]
+        return [self.room(entry, length) for entry in entries]
+
     def acquire(self, entries: Sequence[int], lengths: Sequence[int]) -> None:
         """Forget stale copies of the bytes of these objects, in full; runs of adjacent ones at once.
 

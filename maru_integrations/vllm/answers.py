@@ -40,7 +40,7 @@ class Answers:
         self._taken = _Report()
         #: Requests that were reported as received while their load goes on.
         self._released: set[int] = set()
-        #: Asynchronous stores without an answer, by request.
+        #: Asynchronous stores that may read their blocks, by request.
         self._storing: dict[str, set[int]] = {}
         self._held: set[str] = set()
 
@@ -82,19 +82,27 @@ class Answers:
                 message.unsaved = least(message.unsaved, {op.request_id: op.chunks[0]})
 
     def store_queued(self, op: StoreOp) -> None:
-        """An asynchronous store was taken over: its request is not sent before it has ended."""
+        """An asynchronous store was taken over: its request is not sent before its blocks were read."""
         with self._lock:
             self._storing.setdefault(op.request_id, set()).add(op.store_id)
 
-    def store_ended(self, op: StoreOp, kept: int, reason: str = "") -> None:
-        """An asynchronous store, queued or not, reads its blocks no more; see :class:`StoreResult`."""
+    def store_read(self, op: StoreOp) -> None:
+        """An asynchronous store reads its blocks no more; what became of it is told later."""
         with self._lock:
-            stores = self._storing.get(op.request_id)
-            if stores is not None:
-                stores.discard(op.store_id)
-                if not stores:
-                    del self._storing[op.request_id]
+            self._has_read(op)
+
+    def store_ended(self, op: StoreOp, kept: int, reason: str = "") -> None:
+        """An asynchronous store, queued or not, is over, and reads its blocks no more; see :class:`StoreResult`."""
+        with self._lock:
+            self._has_read(op)
             self._next.message.stored.append(StoreResult(op.store_id, kept, reason))
+
+    def _has_read(self, op: StoreOp) -> None:
+        stores = self._storing.get(op.request_id)
+        if stores is not None:
+            stores.discard(op.store_id)
+            if not stores:
+                del self._storing[op.request_id]
 
     def dropped(self, reason: str, count: int) -> None:
         """``count`` objects were not stored."""
@@ -110,7 +118,7 @@ class Answers:
     # -- asked once per step, in this order ----------------------------------------------------------------------
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Held requests of which no store is left, and parked ones whose load has ended, well or not."""
+        """Held requests of which no store reads blocks, and parked ones whose load has ended, well or not."""
         with self._lock:
             sent = {name for name in self._held if name not in self._storing}
             self._held -= sent

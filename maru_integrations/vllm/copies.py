@@ -117,16 +117,16 @@ def part_of(op: StoreOp, shape: ChunkShape, objects: range) -> StoreItems:
     return StoreItems(op.keys[part], op.parents[part], blocks)
 
 
-def store_copies(shape: ChunkShape, chosen: Sequence[int], room: Callable[[int], memoryview]) -> list[ChunkCopy]:
-    """Copies that fill ``room(index)`` for the ``chosen`` objects of some items, from the items' blocks."""
+def store_copies(shape: ChunkShape, chosen: Sequence[int], rooms: Sequence[memoryview]) -> list[ChunkCopy]:
+    """Copies that fill ``rooms``, one for each of the ``chosen`` objects of some items, from the items' blocks."""
     size, objects = shape.chunk_tokens, shape.objects
     return [
         ChunkCopy(
             chunk=index // objects,
             first=index // objects * size,
             last=(index // objects + 1) * size,
-            buffer=room(index),
+            buffer=room,
             layer=shape.layer(index),
         )
-        for index in chosen
+        for index, room in zip(chosen, rooms, strict=True)
     ]

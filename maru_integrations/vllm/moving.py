@@ -174,7 +174,7 @@ def write(
     if not new:
         return kept, reason
     try:
-        copies = store_copies(shape, new, lambda index: handler.room(grants, index))
+        copies = store_copies(shape, new, handler.rooms(grants, new))
         moved = copy(link.stores, items.blocks, copies)
         if moved < len(new):
             handler.abort(grants, new[moved:])

@@ -50,6 +50,11 @@ class StoreJob:
         """Objects of the next piece."""
         return range(self.cuts[self.moved - 1] if self.moved else 0, self.cuts[self.moved])
 
+    @property
+    def is_last_piece(self) -> bool:
+        """Whether nothing comes after that."""
+        return self.moved + 1 == len(self.cuts)
+
 
 @frozen
 class Saved:

@@ -44,8 +44,8 @@ class SaverSettings:
 class Saver:
     """Owns the link's storing transfer. All methods are for vLLM's thread; none but ``preempt`` and ``close`` blocks.
 
-    Invariants: every store that was submitted is answered once, when its blocks are read no more; nothing is committed
-    that was read from blocks after their request had lost them.
+    Invariants: every store that was submitted is answered once; its blocks are said to be read, or it is answered, only
+    when nothing reads them any more; nothing is committed that was read from blocks after their request had lost them.
     """
 
     def __init__(
@@ -198,6 +198,8 @@ class Saver:
         if not 0 <= moved <= len(copies) or (moved < len(copies) and not job.cancelled):
             made = f"{moved} of {len(copies)} copies"
             raise TransferError(f"{type(transfer).__name__} says that it made {made}, and was not told to stop")
+        if job.is_last_piece:
+            self._answers.store_read(job.op)
         return 0 if job.void else moved
 
     def _begin_copy(self, job: StoreJob) -> bool:

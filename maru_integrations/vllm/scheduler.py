@@ -30,7 +30,7 @@ class MaruScheduler:
 
     Invariants: a lease taken for a hit is released exactly once, after every use of it has ended; every load that vLLM
     was promised reaches the workers, who answer it with success or failure; nothing computed on a failed load, or
-    before a reset, is stored; the blocks that a store reads are kept until it is answered.
+    before a reset, is stored; the blocks that a store reads are kept until it has read them.
     """
 
     def __init__(

@@ -246,6 +246,9 @@ class FakeHandler:
         self.store.before_write()
         return memoryview(self.store.by_entry[grants.entries[index]].data)
 
+    def rooms(self, grants: Grants, indices: Sequence[int]) -> list[memoryview]:
+        return [self.room(grants, index) for index in indices]
+
     @one_at_a_time
     def commit(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 
 from tests.vllm.mini_engine import Engine, reference
@@ -62,15 +61,6 @@ def check_answers(engine: Engine, prompts: dict[str, list[int]]) -> list[list[in
         assert answer == reference(tokens, len(answer)), name
         assert answer, name
     return [tokens + engine.answers[name] for name, tokens in prompts.items()]
-
-
-def end_stores(engine: Engine, seconds: float = 2.0) -> None:
-    """Step until every store was answered: that may be after its request's blocks were given back."""
-    scheduler = engine.side._scheduler
-    assert scheduler is not None
-    deadline = time.monotonic() + seconds
-    while scheduler._stores.outstanding and time.monotonic() < deadline:
-        engine.step()
 
 
 def lose(engine: Engine, rng: random.Random) -> None:

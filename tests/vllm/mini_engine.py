@@ -217,9 +217,10 @@ class Engine:
         self.settle(seconds)
 
     def settle(self, seconds: float = 1.0) -> None:
-        """Steps without requests: blocks that are kept for loads and stores come back in time."""
+        """Steps without requests: blocks that are kept for loads and stores come back, and stores end, in time."""
         deadline = time.monotonic() + seconds
-        while self.scheduler.requests and time.monotonic() < deadline:
+        side = self.side._scheduler
+        while time.monotonic() < deadline and (self.scheduler.requests or (side and side._stores.outstanding)):
             self.step()
         self.step()
         assert not self.scheduler.requests, f"still kept: {sorted(self.scheduler.requests)}"

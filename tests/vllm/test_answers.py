@@ -31,6 +31,8 @@ class AnswersMachine(RuleBasedStateMachine):
         self.number = 0
         self.loads: dict[int, LoadOp] = {}
         self.stores: dict[int, StoreOp] = {}
+        #: Stores that have an answer to come, but read no more.
+        self.read: set[int] = set()
         self.finished: set[str] = set()
         self.asked = 0
         self.received: list[str] = []
@@ -68,6 +70,13 @@ class AnswersMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.stores)
     @rule(data=st.data())
+    def end_reading(self, data: st.DataObject) -> None:
+        store_id = data.draw(st.sampled_from(sorted(self.stores)))
+        self.answers.store_read(self.stores[store_id])
+        self.read.add(store_id)
+
+    @precondition(lambda self: self.stores)
+    @rule(data=st.data())
     def end_store(self, data: st.DataObject) -> None:
         store_id = data.draw(st.sampled_from(sorted(self.stores)))
         self.answers.store_ended(self.stores.pop(store_id), 1)
@@ -81,7 +90,9 @@ class AnswersMachine(RuleBasedStateMachine):
     @rule()
     def ask_finished(self) -> None:
         sent, received = self.answers.take_finished()
-        assert not any(op.request_id in sent for op in self.stores.values())
+        reading = {op.request_id for op in self.stores.values() if op.store_id not in self.read}
+        assert not sent & reading
+        assert self.finished - set(self.sent) - sent <= reading, "nothing is held for longer"
         self.sent += sent
         self.received += received
 

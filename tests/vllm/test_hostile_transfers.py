@@ -24,7 +24,7 @@ from maru_integrations.vllm.overlap import LoadsInUse
 from maru_integrations.vllm.streams import HostLane
 from maru_integrations.vllm.worker import MaruWorker, Threads
 from tests.vllm.fake_store import FakeStore
-from tests.vllm.lives import check_answers, end_stores, live, make_texts
+from tests.vllm.lives import check_answers, live, make_texts
 from tests.vllm.mini_engine import Engine, check_store
 from tests.vllm.slow_transfer import Pace, SlowLoad, SlowTransfer
 from tests.vllm.test_connector import keys_of, settled
@@ -331,7 +331,6 @@ def test_lives_with_an_engine_that_raises_everywhere(
         prompts = live(engine, rng, texts, 80, lambda _: None, hooks=0.9)
         engine.run(3000, seconds=3.0)
         whole = check_answers(engine, prompts)
-        end_stores(engine)
         engine.poisoned.clear()  # computed on a load that failed in the same step, and computed again
         settled(engine, free)
         check_store(store, whole, partial(keys_of, engine))

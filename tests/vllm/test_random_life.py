@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.vllm.fake_store import FakeStore
-from tests.vllm.lives import check_answers, drop_lost, end_stores, evict, live, lose, make_texts
+from tests.vllm.lives import check_answers, drop_lost, evict, live, lose, make_texts
 from tests.vllm.mini_engine import Engine, check_store
 from tests.vllm.test_connector import keys_of, settled
 
@@ -120,7 +120,6 @@ def check_two_lives(
         scheduler._matcher._clock = scheduler._breaker.clock = Leaps(random.Random(f"{seed} {number} {leaps}"))
         free = engine.free_blocks()
         whole = check_answers(engine, live_in_trouble(engine, rng, texts, "ab"[number], steps))
-        end_stores(engine)
         if not (extra.get("maru_async_load") or ahead) or extra.get("maru_overlap_load_with_compute"):
             engine.poisoned.clear()  # computed on a load that failed in the same step, and computed again
         settled(engine, free)

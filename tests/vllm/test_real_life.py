@@ -24,7 +24,7 @@ from tests.client.fake_server import eventually
 from tests.client.pool_bytes import Stored
 from tests.client.real import Folder
 from tests.vllm.fake_store import FakeStore
-from tests.vllm.lives import check_answers, end_stores, live, make_texts
+from tests.vllm.lives import check_answers, live, make_texts
 from tests.vllm.mini_engine import CHUNK, Engine
 from tests.vllm.slow_transfer import Pace, SlowTransfer
 from tests.vllm.test_connector import prompt, settled
@@ -135,7 +135,6 @@ def test_two_engines_and_a_server_in_trouble(folder: Folder, engine_on: EngineOn
         trouble.end()
         engine.run(5000, seconds=5.0)  # a store may be waiting for a server that is gone
         check_answers(engine, prompts)
-        end_stores(engine)
         engine.poisoned.clear()
         settled(engine, free)
 

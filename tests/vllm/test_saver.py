@@ -22,7 +22,7 @@ from maru_integrations.vllm.saver import Saver, SaverSettings
 from maru_integrations.vllm.streams import HostLane
 from tests.vllm.fake_store import FakeHandler
 from tests.vllm.slow_transfer import BrakedTransfer, SlowTransfer
-from tests.vllm.test_loader_saver import BLOCKS, PAGED, SHAPE, STORED, World, closing, key
+from tests.vllm.test_loader_saver import BLOCKS, PAGED, SHAPE, STORED, World, _With, closing, key
 
 #: Nothing of what a preempted request lost is this byte.
 OVERWRITTEN = 250
@@ -90,6 +90,34 @@ def test_of_a_large_store_the_beginning_is_found_while_the_rest_is_copied(world:
         world.until(stores=1)
     assert world.heard.stored == [StoreResult(1, 30)]
     assert world.pace.calls == ["store begins", "store ends"] * 3
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_blocks_are_free_when_they_were_read_not_when_all_is_committed(world: World, pieces: int) -> None:
+    gate, commits = threading.Event(), []
+    commit = world.handler.commit
+
+    def late(*args: Any, **named: Any) -> Any:
+        commits.append(1)
+        assert len(commits) < pieces or gate.wait(10)
+        return commit(*args, **named)
+
+    world.link.handler = _With(world.handler, "commit", late)  # type: ignore[assignment]
+    saver = world.saver(piece_bytes=6 * STORED.nbytes // pieces)
+    with closing(world, saver):
+        world.answers.hold(["a"])
+        saver.submit([world.save(1, *range(1, 7))], 0)
+        sent: set[str] = set()
+        while not sent:
+            sent, _ = world.answers.take_finished()
+            assert not sent or len(world.pace.calls) == 2 * pieces, "after the last piece was read"
+            time.sleep(0.001)
+        overwrite(world, *range(1, 7))
+        assert not world.is_stored(6)
+        gate.set()
+        world.until(stores=1)
+    assert world.heard.stored == [StoreResult(1, 6)]
+    assert all(world.is_stored(number) for number in range(1, 7))
 
 
 def test_only_what_nobody_has_is_copied(world: World) -> None:
@@ -248,7 +276,7 @@ def test_stores_and_preemptions_at_random(world: World, seed: int, braked: bool)
     if not braked:
         world.link.storing = world.transfer()
     handler = world.handler
-    slow = SimpleNamespace(**{name: getattr(handler, name) for name in ("room", "abort", "is_up")})
+    slow = SimpleNamespace(**{name: getattr(handler, name) for name in ("rooms", "abort", "is_up")})
     slow.reserve, slow.commit = (held_up(call, dawdling(moods)) for call in (handler.reserve, handler.commit))
     world.link.handler = slow  # type: ignore[assignment]
     world.pace.pause = dawdling(moods)
