@@ -219,9 +219,11 @@ def _existing(fd: int, request: PoolRequest, location: str, page: int) -> PoolDe
     found = (status.st_size, block.granule, block.entry_count, block.table_offset, block.data_offset)
     asked = (wanted.size, wanted.granule, wanted.entry_count, wanted.table_offset, wanted.data_offset)
     if found != asked:
-        raise BackendError(
-            f"its size, granule, entries and offsets are {found}, those of the pool that is asked for {asked}"
-        )
+        names = ("size", "granule", "entries", "table offset", "data offset")
+        differ = [
+            f"{name} {there}, not {new}" for name, there, new in zip(names, found, asked, strict=True) if there != new
+        ]
+        raise BackendError(f"it is not what is asked for: {', '.join(differ)}")
     return evolve(wanted, identity=block.identity)
 
 

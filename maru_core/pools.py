@@ -1,4 +1,4 @@
-"""Which pools a server is asked for, and in which order they are read."""
+"""Which pools a server is asked for, in which granules, and in which order they are read."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ from maru_core.errors import ConfigError
 
 #: The backend that puts the pools of others together.
 MIXED = "mixed"
+#: Allocation granules that are derived from the length of objects, in bytes.
+_MAX_GRANULE = 2 * 1024 * 1024
+_MIN_GRANULE = 4096
+
+
+def granule_for(object_bytes: int) -> int:
+    """Largest power of two, 4 KiB to 2 MiB, that wastes at most a hundredth of an object; 4 KiB when none does."""
+    granule = _MAX_GRANULE
+    while granule > _MIN_GRANULE and -(-object_bytes // granule) * granule - object_bytes > object_bytes // 100:
+        granule //= 2
+    return granule
 
 
 def pool_wish(config: MaruConfig) -> PoolWish:

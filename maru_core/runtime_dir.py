@@ -211,6 +211,13 @@ class RuntimeDir:
             return None
         return info if isinstance(info, dict) else None
 
+    def read_pools(self) -> bytes | None:
+        """Which pools were served last, in the server's own terms: equal ones are the same; ``None`` if none are."""
+        try:
+            return self.pools.read_bytes()
+        except OSError:
+            return None
+
     def write_info(self, info: Mapping[str, Any]) -> None:
         """Replace the description atomically; raises ConfigError."""
         temporary = self.path / f"server.json.{os.getpid()}"

@@ -12,10 +12,12 @@ from maru_core.errors import ConfigError
 
 PREFIX: Final = "maru_"
 ENVIRON_PREFIX: Final = "MARU_"
-#: Variables that start like a setting and are read elsewhere: by PluginSettings, or by the build.
+#: Variables that start like a setting and are read elsewhere: by PluginSettings, the build, or scripts and benchmarks.
 OTHER_VARIABLES: Final = frozenset(
-    {"MARU_PLUGINS", "MARU_PLUGINS_STRICT", "MARU_SKIP_KV_OPS", "MARU_CUDA_ARCHITECTURES"}
+    {"MARU_PLUGINS", "MARU_PLUGINS_STRICT", "MARU_SKIP_KV_OPS", "MARU_CUDA_ARCHITECTURES", "MARU_CACHE"}
 )
+#: Begins names of variables that tell tests what they may use; no setting of Maru's is called so.
+TEST_PREFIX: Final = "MARU_TEST_"
 #: Names that settings had before; they still work and warn.
 FORMER_NAMES: Final[Mapping[str, str]] = {
     "maru_enable_deferred_loading": "maru_async_load",
@@ -40,7 +42,7 @@ def collect(
     variables = {
         name.lower(): value
         for name, value in environ.items()
-        if name.startswith(ENVIRON_PREFIX) and name == name.upper() and name not in OTHER_VARIABLES and value != ""
+        if name.startswith(ENVIRON_PREFIX) and name == name.upper() and value != "" and not _is_read_elsewhere(name)
     }
     unknown = [key for key in sorted(variables) if key not in known and key not in FORMER_NAMES]
     owned = _plugin_prefixes() if unknown else ()
@@ -62,6 +64,10 @@ def spelt(key: str, source: str | None) -> str:
     if source is not None and source.startswith("--"):
         return source
     return key.upper() if source == "environment" else key
+
+
+def _is_read_elsewhere(variable: str) -> bool:
+    return variable in OTHER_VARIABLES or variable.startswith(TEST_PREFIX)
 
 
 def _renamed(layer: Mapping[str, Any], spell: Callable[[str], str]) -> dict[str, Any]:

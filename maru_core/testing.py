@@ -23,13 +23,11 @@ from maru_core import discovery
 from maru_core.config import ENVIRON_PREFIX
 from maru_core.fakes import FakeBackend
 from maru_core.host import PluginHost
+from maru_core.setting_sources import TEST_PREFIX
 from maru_core.testing_server import RunningServer
 
 #: Variables that test runners and the standard library set themselves.
 _FOREIGN: Final = ("PYTEST_*", "COV_*", "COVERAGE_*")
-
-#: Begins names of variables that tell tests what they may use; no setting of Maru's is called so.
-_FOR_TESTS: Final = ENVIRON_PREFIX + "TEST_"
 
 _isolation = pytest.StashKey[pytest.MonkeyPatch]()
 
@@ -53,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     pytest.register_assert_rewrite("maru_core.testing_backend")
     patch = pytest.MonkeyPatch()
     for name in list(os.environ):
-        if name.startswith(ENVIRON_PREFIX) and not name.startswith(_FOR_TESTS):
+        if name.startswith(ENVIRON_PREFIX) and not name.startswith(TEST_PREFIX):
             patch.delenv(name)
     patch.setenv("MARU_PLUGINS", "none")
     patch.setattr(discovery, "search_path", lambda: ())

@@ -9,9 +9,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import maru_core
 from maru_core import logs
@@ -68,10 +69,14 @@ class ServerStarter:
 
     def _start(self, deadline: float, closing: Callable[[], bool]) -> None:
         log_path = self._folder.server_log
+        # A server that ends in order takes both away.
+        killed, left = self._folder.read_info(), self._folder.read_pools()
         report = self._spawn(log_path)
         try:
             while time.monotonic() < deadline and not closing():
                 if is_listening(self._folder.server_socket):
+                    if killed is not None and left is not None and left != self._folder.read_pools():
+                        self._tell_cold(killed)
                     return
                 code = _exit_code(report)
                 if code == EXIT_TAKEN:
@@ -96,6 +101,17 @@ class ServerStarter:
             raise Unavailable(
                 f"no Maru server listens in {self._folder.path} after {START_TIMEOUT:g} s; see {log_path}"
             )
+
+    def _tell_cold(self, killed: Mapping[str, Any]) -> None:
+        logs.get_logger(__name__).warning(
+            "a server that was killed is replaced by one with other pools: what it had stored is gone",
+            killed_pid=killed.get("pid"),
+            pool_size=self._config.pool_size,
+            granule=self._granule,
+            log=str(self._folder.server_log),
+            remedy="the log says what differs; give engines the sizes of `maru serve` (maru_pool_size, maru_chunk_size "
+            f"and so on), or, so that they start none of their own, set maru_server_url={self._folder.url}",
+        )
 
     def _spawn(self, log_path: Path) -> int:
         """Start the server as a process of its own: it outlives this engine.

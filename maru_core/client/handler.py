@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,20 +16,18 @@ from maru_core.access import ClientKeys
 from maru_core.checksum import Verify
 from maru_core.client.arguments import bytes_of, length_of, lengths_of, sequence_of
 from maru_core.client.bootstrap import ServerStarter, is_listening
-from maru_core.client.keycalls import KeyCalls, Taken, single_number
+from maru_core.client.keycalls import KeyCalls, Taken
 from maru_core.client.link import Link, SharedLease
 from maru_core.client.objects import REFUSALS, Allocation, Retrieved
-from maru_core.client.regions import Regions
-from maru_core.client.session import Requester, Session, open_session
+from maru_core.client.opener import SessionOpener
 from maru_core.client.upkeep import Upkeep
 from maru_core.client.values import StoreResult
 from maru_core.config import MaruConfig, PluginSettings
 from maru_core.contracts import PoolRegistrar
-from maru_core.errors import BackendError, MaruError, ProtocolError
+from maru_core.errors import MaruError
 from maru_core.host import PluginHost
 from maru_core.namespace import Namespace
-from maru_core.protocol import CommitStatus, Op, Presence, ReserveStatus
-from maru_core.protocol.messages import PoolDescriptor
+from maru_core.protocol import CommitStatus, Presence, ReserveStatus
 from maru_core.runtime_dir import RuntimeDir
 
 Key = bytes | str
@@ -82,6 +79,7 @@ class MaruHandler(KeyCalls):
         dma: bool = False,
         registrar: PoolRegistrar | None = None,
         transfer_engine: str = "",
+        object_bytes: int | None = None,
     ) -> MaruHandler:
         """Connect and wait up to ``maru_connect_timeout`` for the first session.
 
@@ -89,14 +87,15 @@ class MaruHandler(KeyCalls):
         is the allocation granule of a server that ``auto`` starts, unless ``maru_chunk_size`` is set. ``dma``: whether
         devices may move bytes of the pools by themselves, and so for a moment after this process died. ``registrar``
         is told of every pool that is mapped and unmapped; its figures are in :meth:`stats`, and so is the name of the
-        ``transfer_engine`` that the caller uses, if it has one.
+        ``transfer_engine`` that the caller uses, if it has one. ``object_bytes``: the length of its objects, where they
+        have one, for a warning when the granule of the server's pools is too large for them.
 
         An absent server leaves the handler down, and it keeps looking. Raises ConfigError (address, keys or runtime
         folder cannot be used), VersionMismatch, BackendError (``auto`` could not start a server), ServerError,
         Unavailable (no file descriptor is left for a socket).
         """
         host = host or PluginHost.discover(PluginSettings.from_environ(os.environ))
-        opener = _Opener(config, namespace, host, role, name, dma, registrar)
+        opener = SessionOpener(config, namespace, host, role, name, dma, registrar, object_bytes)
         if config.server_url == "auto":
             folder = RuntimeDir.open(config.runtime_path)
             url = folder.url
@@ -273,112 +272,6 @@ def _stop(upkeep: Upkeep, open_allocations: weakref.WeakSet[Allocation]) -> None
     upkeep.stop(may_end=not any(allocation.is_open for allocation in open_allocations))
 
 
-class _Opener:
-    """Opens sessions for a link: what HELLO says about this handler, and what follows a new session."""
-
-    def __init__(
-        self,
-        config: MaruConfig,
-        namespace: Namespace,
-        host: PluginHost,
-        role: str,
-        name: str,
-        dma: bool,
-        registrar: PoolRegistrar | None,
-    ) -> None:
-        self._config = config
-        self._namespace = namespace
-        self._host = host
-        self._role = role
-        self._name = name
-        self._dma = dma
-        self._registrar = registrar
-        self._log = logs.get_logger(__name__)
-        self._told = False
-
-    def __call__(self, link: Link, request: Requester, previous: Session | None) -> Session:
-        """A session, ready to use; raises MaruError. It is ``previous`` if the server can go on with that."""
-        session = open_session(
-            request,
-            link.guard,
-            self._regions,
-            role=self._role,
-            name=self._name,
-            descriptor=self._namespace.descriptor,
-            dma=self._dma,
-            previous=previous,
-            held=link.holdings.seal(),
-            # Not only when somebody else started the server: the server sees no limit in what is not below its pool.
-            quota=self._config.quota_wish(),
-        )
-        resumed = previous is not None and previous.id == session.id
-        try:
-            self._catch_up(link, request, session)
-            self._tell_sizes(session)
-            if self._config.eager_map and self._role != "scheduler" and (not resumed or session.regions.was_let_go):
-                self._map(session)
-            self._host.session_opened(self._name, self._role)
-        except BaseException:
-            if not resumed:
-                link.guard.close(session.proof)
-                session.regions.close()
-            raise
-        return session
-
-    def _regions(self, pools: tuple[PoolDescriptor, ...]) -> Regions:
-        return Regions(pools, self._host, self._namespace.digest, self._registrar)
-
-    def _catch_up(self, link: Link, request: Requester, session: Session) -> None:
-        """Keep the weights epoch over a restart of the server, which starts again at 0.
-
-        Without this, engines that have seen new weights would share with others that have not.
-        """
-        current = session.weights_epoch
-        if link.weights_epoch is None:
-            link.weights_epoch = current
-        while current < link.weights_epoch:
-            _, results = request(Op.RESET, session.epoch, session.id, [current])
-            reached = single_number(results)
-            if reached <= current:
-                raise ProtocolError(f"the server answered RESET of weights epoch {current} with {reached}")
-            current = reached
-
-    def _tell_sizes(self, session: Session) -> None:
-        if self._told:
-            return
-        self._told = True
-        wanted = self._config.quota_wish()
-        if not wanted:
-            return
-        there = sum(pool.size for pool in session.pools)
-        # Backends round down to whole pages.
-        slack = _PAGE * len(session.pools)
-        if there - wanted >= slack:
-            self._log.warning(
-                "the server's pools are larger than this engine's sizes, which are the quota of its namespace",
-                pool_size=there,
-                quota=wanted,
-                server_pid=session.server_pid,
-            )
-        elif wanted - there >= slack and self._config.server_url == "auto":
-            self._log.warning(
-                "the server's pools have another size than this engine asks for; the first engine's counts",
-                pool_size=there,
-                asked_for=wanted,
-                server_pid=session.server_pid,
-            )
-
-    def _map(self, session: Session) -> None:
-        try:
-            session.regions.map_all()
-        except BackendError as error:
-            self._log.warning("pool not mapped; the first use tries again", reason=str(error))
-            return
-        if self._registrar is None:  # which populates what it registers
-            # Not on the link's own thread, which must go on pinging.
-            threading.Thread(target=session.regions.populate, name="maru-populate", daemon=True).start()
-
-
 def _death_of(url: str) -> Callable[[], bool]:
     """A quick test whether the server is certainly gone; only a unix socket has one."""
     if not url.startswith("ipc://"):
@@ -389,7 +282,3 @@ def _death_of(url: str) -> Callable[[], bool]:
 
 def _expect_server(closing: Callable[[], bool]) -> None:
     """With an explicit address somebody else starts the server."""
-
-
-#: Backends round pool sizes to pages, the largest common one being a huge page of 2 MiB.
-_PAGE = 2 * 1024 * 1024

@@ -199,7 +199,13 @@ def start_warm(
         except MaruError as error:
             # Where nothing was left, there is nothing that is not taken over.
             if served.any() or pools.arenas:
-                log.info("cold start", reason=str(error))
+                log.warning(
+                    "cold start: what the server before had stored is gone",
+                    reason=str(error),
+                    asked_for=", ".join(f"{plan.backend} of {plan.size} bytes" for plan in memory.plans),
+                    granule=memory.granule,
+                    remedy="pools of a killed server are taken over by one with the same backends, sizes and granule",
+                )
             for session in sessions:
                 sessions.close(session)
             return None

@@ -15,6 +15,7 @@ from maru_core.contracts import PoolRegistrar, Transfer, UsesPinnedMemory
 from maru_core.geometry import ObjectLayout, PagedLayout
 from maru_core.host import PluginHost
 from maru_core.namespace import Namespace
+from maru_core.pools import granule_for
 from maru_integrations.vllm import compat, support
 from maru_integrations.vllm.compat import KVGeometry
 from maru_integrations.vllm.copies import ChunkShape
@@ -31,10 +32,6 @@ from maru_transfer.cuda_driver import CudaDriver
 from maru_transfer.held import held
 from maru_transfer.pinning import PinnedPools
 from maru_transfer.selection import Pages
-
-#: Largest allocation granule that is derived from the KV geometry, in bytes.
-_MAX_GRANULE = 2 * 1024 * 1024
-_MIN_GRANULE = 4096
 
 
 @frozen
@@ -123,14 +120,6 @@ def aligned_chunk(chunk_tokens: int, block_size: int) -> int:
     return aligned
 
 
-def granule_for(object_bytes: int) -> int:
-    """Largest power of two, 4 KiB to 2 MiB, that wastes at most a hundredth of an object; 4 KiB when none does."""
-    granule = _MAX_GRANULE
-    while granule > _MIN_GRANULE and -(-object_bytes // granule) * granule - object_bytes > object_bytes // 100:
-        granule //= 2
-    return granule
-
-
 def connect(
     plan: Plan, role: str, device: str = "cpu", registrar: PoolRegistrar | None = None, engine: str = ""
 ) -> MaruHandler:
@@ -149,6 +138,8 @@ def connect(
         dma=device != "cpu",
         registrar=registrar,
         transfer_engine=engine,
+        # One process of an engine says it.
+        object_bytes=plan.stored.nbytes if role == "worker" else None,
     )
 
 

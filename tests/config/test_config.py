@@ -14,6 +14,7 @@ from maru_core.config import FORMER_NAMES, PREFIX, MaruConfig, PluginSettings, s
 from maru_core.errors import ConfigError
 from tests.host.vendor import install
 
+ROOT = Path(__file__).parents[2]
 KEYS = [PREFIX + attribute.name for attribute in settings()]
 
 
@@ -65,6 +66,23 @@ def test_an_unknown_variable_is_warned_of_with_the_nearest() -> None:
             "nearest": "MARU_POOL_SIZE",
         }
     ]
+
+
+def test_variables_that_our_scripts_read_are_no_mistakes() -> None:
+    """Of scripts, benchmarks, the build and tests: who sets one and starts an engine is not warned of it."""
+    read = re.compile(r"""(?:environ(?:\.get)?[\[(]|getenv\(|\$\{?|export )["']?(MARU_[A-Z_]+)""")
+    paths = [path for name in ("scripts", "benchmarks", "csrc", "tests") for path in (ROOT / name).rglob("*")]
+    found = {
+        variable: path
+        for path in paths
+        if path.suffix in (".py", ".sh") and "build" not in path.parts
+        for variable in read.findall(path.read_text())
+    }
+    assert {"MARU_CACHE", "MARU_TEST_DAX", "MARU_PLUGINS"} <= set(found)
+    for variable in found.keys() - {key.upper() for key in KEYS}:
+        with capture_logs() as logs:
+            config({}, {variable: "x"})
+        assert not logs, found[variable]
 
 
 def test_variables_of_an_installed_plugin_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

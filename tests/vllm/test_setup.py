@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
 
 from maru_core.config import MaruConfig
 from maru_core.errors import ConfigError, MaruError
+from maru_core.pools import granule_for
 from maru_integrations.vllm import compat, setup, support
 from maru_integrations.vllm.compat import KVGeometry
 from maru_integrations.vllm.connector import MaruKVConnector
@@ -116,16 +117,6 @@ def test_chunks_are_whole_blocks(block: int, asked: int, used: int) -> None:
     with capture_logs() as logs:
         assert setup.aligned_chunk(asked, block) == used
     assert [entry["event"] for entry in logs] == ([] if asked == used else ["maru.chunk_aligned"])
-
-
-@pytest.mark.parametrize("object_bytes", [1, 4096, 100_000, 5_898_240, 32 << 20, 33_554_433])
-def test_granules_waste_little(object_bytes: int) -> None:
-    """The derived granule wastes at most a hundredth of an object, unless objects are tiny."""
-    granule = setup.granule_for(object_bytes)
-    assert granule & (granule - 1) == 0
-    assert 4096 <= granule <= 2 << 20
-    waste = -(-object_bytes // granule) * granule - object_bytes
-    assert waste <= object_bytes // 100 or granule == 4096
 
 
 def kv_config(*specs: Any) -> KVCacheConfig:
@@ -344,7 +335,7 @@ def test_a_plan_says_what_an_object_holds_and_how_many_make_a_chunk(
     assert isinstance(plan, setup.Plan)
     assert plan.objects_per_chunk == objects
     assert (plan.stored.num_layers, plan.stored.nbytes) == (layers, 2 * layers * 256 * 2 * 64 * 2)
-    assert plan.granule == setup.granule_for(plan.stored.nbytes)
+    assert plan.granule == granule_for(plan.stored.nbytes)
     facts = dict(plan.namespace.facts)
     # Stored objects outlive a release: the name of a format never changes.
     assert facts["format"] == ("layerwise/1" if layerwise else "chunkwise/1")
@@ -556,3 +547,18 @@ def test_settings_that_leave_no_transfer_engine_are_one_warning_and_no_hits(
     assert all(text in warning["reason"] for text in texts)
     assert handler.closed
     assert scheduler.get_num_new_matched_tokens(SimpleNamespace(request_id="r"), 0) == (0, False)
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_a_worker_says_how_long_its_objects_are(monkeypatch: pytest.MonkeyPatch, layerwise: bool) -> None:
+    """So that a pool whose granule is too large for them is told of, once for an engine."""
+    said: list[tuple[str, int | None]] = []
+    monkeypatch.setattr(compat, "kv_geometry", lambda *_: evolve(GEOMETRY, layer_names=("a.0", "a.1", "a.2")))
+    monkeypatch.setattr(
+        setup.MaruHandler, "connect", lambda *_, role, object_bytes, **__: said.append((role, object_bytes))
+    )
+    plan = setup.make_plan(fake_config(), None, MaruConfig(use_layerwise=layerwise), setup.PluginSettings(allowed=()))
+    assert isinstance(plan, setup.Plan)
+    for role in ("scheduler", "worker"):
+        setup.connect(plan, role)
+    assert said == [("scheduler", None), ("worker", (1 if layerwise else 3) * 2 * 256 * 2 * 64 * 2)]
