@@ -31,13 +31,14 @@ struct maru_entered maru_enter(const struct maru_cuda *cuda) {
   CUhandle_ current = NULL;
   if (cuda->driver.CtxGetCurrent(&current) || current != cuda->context)
     before.pushed = cuda->driver.CtxPush(cuda->context) == 0;
-  cuda->driver.ExchangeCaptureMode(&before.mode);
+  /* A thread whose mode was not changed keeps it. */
+  if (cuda->driver.ExchangeCaptureMode(&before.mode)) before.mode = -1;
   return before;
 }
 
 void maru_leave(const struct maru_cuda *cuda, struct maru_entered before) {
   CUhandle_ popped;
-  cuda->driver.ExchangeCaptureMode(&before.mode);
+  if (before.mode >= 0) cuda->driver.ExchangeCaptureMode(&before.mode);
   if (before.pushed) cuda->driver.CtxPop(&popped);
 }
 

@@ -111,7 +111,7 @@ int maru_explain(const struct maru_driver *driver, char *text, size_t room, cons
 #define STEP(call) \
   if ((status = (call))) return status
 
-/* What maru_leave puts back: whether a context was pushed, and the thread's capture mode. */
+/* What maru_leave puts back: whether a context was pushed, and the thread's capture mode, -1: nothing. */
 struct maru_entered {
   int pushed, mode;
 };

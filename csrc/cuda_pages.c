@@ -90,8 +90,14 @@ int maru_cuda_bind(struct maru_cuda *cuda, const struct maru_geometry *geometry,
 }
 
 void maru_settle(const struct maru_pages *pages) {
-  for (uint32_t k = 0; k < pages->slots; k++)
-    if (pages->lane[k]) pages->cuda->driver.StreamSynchronize(pages->lane[k]);
+  const struct maru_driver *driver = &pages->cuda->driver;
+  for (uint32_t k = 0; k < pages->slots; k++) {
+    if (!pages->lane[k] || !driver->StreamSynchronize(pages->lane[k])) continue;
+    /* It may have told what went wrong before instead of waiting, or the context was not current after all. */
+    struct maru_entered before = maru_enter(pages->cuda);
+    driver->StreamSynchronize(pages->lane[k]);
+    maru_leave(pages->cuda, before);
+  }
 }
 
 void maru_cuda_unbind(struct maru_pages *pages) {

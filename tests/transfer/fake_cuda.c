@@ -55,6 +55,7 @@ static int lazy; /* nothing runs unless somebody waits for it */
 static char fail_name[64];
 static int fail_after = -1;
 static int fail_at = -1; /* so many calls of any function are left before one fails */
+static const char *failed_at;
 static struct {
   char name[40];
   uint64_t count;
@@ -91,7 +92,7 @@ static int fails(const char *name) {
   int i = 0;
   while (i < MOST_FUNCTIONS - 1 && calls[i].count && strcmp(calls[i].name, name)) i++;
   if (!calls[i].count++) strncpy(calls[i].name, name, sizeof calls[i].name - 1);
-  if (fail_at >= 0 && fail_at-- == 0) return 999;
+  if (fail_at >= 0 && fail_at-- == 0) return failed_at = calls[i].name, 999;
   if (!strcmp(name, fail_name) && fail_after >= 0 && fail_after-- == 0) return 999;
   if (!strncmp(name, "cuInit", 6) || !strncmp(name, "cuD", 3) || !strncmp(name, "cuCtx", 5)) return 0;
   if (!strncmp(name, "cuThread", 8)) return 0;
@@ -191,8 +192,10 @@ API void fake_fail(const char *name, int after) {
 }
 API void fake_fail_at(int index) {
   LOCKED;
-  fail_at = index;
+  fail_at = index, failed_at = NULL;
 }
+/* Which function has failed since then; NULL: none. */
+API const char *fake_failed_at(void) { return failed_at; }
 /* The name of a function that was called, and how often; NULL: there is none of that number. */
 API const char *fake_calls(int i, uint64_t *count) {
   LOCKED;
@@ -202,6 +205,7 @@ API const char *fake_calls(int i, uint64_t *count) {
 API int fake_events(void) { return live_events; }
 /* Whether the calling thread is as it was before it came: neither a context nor a mode is left behind. */
 API int fake_is_clean(void) { return !contexts && !capture_mode; }
+API void fake_clean(void) { contexts = capture_mode = 0; }
 API void fake_lazy(int on) {
   LOCKED;
   lazy = on;

@@ -82,6 +82,7 @@ class FakeDriver:
         hooks.fake_copy.argtypes = (word, word, word, word)
         hooks.fake_fail.argtypes = (ctypes.c_char_p, ctypes.c_int)
         hooks.fake_fail_at.argtypes = (ctypes.c_int,)
+        hooks.fake_failed_at.restype = ctypes.c_char_p
         hooks.fake_open_stream.restype = word
         hooks.fake_close_stream.argtypes = (word,)
         hooks.fake_calls.argtypes, hooks.fake_calls.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_char_p
@@ -101,7 +102,12 @@ class FakeDriver:
         kind: type[KernelTransfer] = KernelTransfer,
         memory: FakeMemory | None = None,
     ) -> KernelTransfer:
-        return kind(self.device(), memory or FakeMemory(self), layers, paged, stored, tuning)
+        device = self.device()
+        try:
+            return kind(device, memory or FakeMemory(self), layers, paged, stored, tuning)
+        except BaseException:
+            device.close()
+            raise
 
     def stream(self) -> int:
         """A stream of an engine; ended by ``hooks.fake_close_stream``."""
