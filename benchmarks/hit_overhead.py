@@ -221,7 +221,7 @@ def costs(watched: Mapping[str, Any]) -> list[list[str]]:
 def engine_of(options: argparse.Namespace) -> Iterator[tuple[OnlineEngine, int]]:
     """The engine and its vocabulary."""
     model = {**SMALL, "num_hidden_layers": options.layers, "num_attention_heads": 2, "num_key_value_heads": 1}
-    with scratch() as folder, maru_server(folder, "1G") as transfer:
+    with scratch() as folder, maru_server(folder, options.pool) as transfer:
         arguments = {
             "model": str(write_model(model, folder)),
             "load_format": "dummy",
@@ -275,6 +275,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="times that all documents are sent (default 3)")
     parser.add_argument("--clients", type=_numbers_of, default=[1, 4, 8], help="default 1,4,8")
     parser.add_argument("--layers", type=int, default=2, help="of the model (default 2)")
+    parser.add_argument("--pool", default="1G", help="size of Maru's pool (default 1G)")
     parser.add_argument("--load-ms", type=float, default=40.0, help="a load on the bus (default 40)")
     parser.add_argument("--settings", type=json.loads, default=SETTINGS, metavar="JSON", help="of Maru")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the engine's log there")

@@ -189,6 +189,11 @@ class PluginHost:
         """See :func:`maru_core.hookspecs.maru_region_mapped`."""
         self._hints.cold("maru_region_mapped", {"region": region})
 
+    @property
+    def hears_reads(self) -> bool:
+        """Whether any hint is told of reads; while not, nobody needs to put extents together."""
+        return self._listens["maru_before_read"] or self._listens["maru_after_read"]
+
     def before_read(self, region: Region, extents: Sequence[ReadExtent]) -> None:
         """See :func:`maru_core.hookspecs.maru_before_read`."""
         if self._listens["maru_before_read"]:

@@ -53,6 +53,10 @@ class Backends(Protocol):
     def region_unmapping(self, region: Region) -> None:
         """Tell the device hints."""
 
+    @property
+    def hears_reads(self) -> bool:
+        """Whether any device hint wants to be told of reads."""
+
     def before_read(self, region: Region, extents: Sequence[ReadExtent]) -> None:
         """Tell the device hints."""
 
@@ -178,6 +182,9 @@ class Regions:
     @contextmanager
     def reading(self, entries: Sequence[int], lengths: Sequence[int]) -> Iterator[None]:
         """Announce a read of these objects to the device hints, and its end."""
+        if not self._host.hears_reads:
+            yield
+            return
         extents: dict[int, list[ReadExtent]] = {}
         regions: dict[int, Region] = {}
         for entry, length in sorted(zip(entries, lengths, strict=True)):

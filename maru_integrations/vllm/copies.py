@@ -59,17 +59,12 @@ def problem_of(op: LoadOp, shape: ChunkShape) -> str | None:
 def load_copies(op: LoadOp, shape: ChunkShape, chunks: range, view: Callable[[int], memoryview]) -> list[ChunkCopy]:
     """Copies of ``chunks`` (counted from the load's first) to ``op.blocks``; ``view(i)``: the i-th object of these."""
     size, base = shape.chunk_tokens, op.chunk * shape.chunk_tokens
-    return [
-        ChunkCopy(
-            chunk=chunk,
-            first=max(op.first - base, chunk * size),
-            last=min(op.last - base, (chunk + 1) * size),
-            buffer=view(place * shape.objects + number),
-            layer=shape.layer(number),
-        )
-        for place, chunk in enumerate(chunks)
-        for number in range(shape.objects)
-    ]
+    layers = [shape.layer(number) for number in range(shape.objects)]
+    copies: list[ChunkCopy] = []
+    for chunk in chunks:
+        first, last = max(op.first - base, chunk * size), min(op.last - base, (chunk + 1) * size)
+        copies += [ChunkCopy(chunk, first, last, view(place), layer) for place, layer in enumerate(layers, len(copies))]
+    return copies
 
 
 def failed_blocks(op: LoadOp, shape: ChunkShape, good: int) -> Sequence[int]:

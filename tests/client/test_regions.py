@@ -157,6 +157,17 @@ def test_a_read_is_announced_to_device_hints_and_its_end_too() -> None:
     assert [item[2] for item in reads.told[2:]] == [item[2] for item in reads.told[:2]]
 
 
+def test_without_a_hint_that_hears_of_reads_nothing_is_put_together() -> None:
+    _, pools = two_pools()
+    host = PluginHost.with_plugins({})
+    regions = Regions(pools, host, bytes(16))
+    regions.of = lambda pool: pytest.fail("nobody asked")  # type: ignore[assignment, method-assign, return-value]
+    assert not host.hears_reads
+    with regions.reading([2, 4], [10, 20]):
+        pass
+    assert PluginHost.with_plugins({"reads": Reads()}).hears_reads
+
+
 def joined(ranges: list[tuple[int, int]]) -> set[int]:
     return {at for offset, length in ranges for at in range(offset, offset + length)}
 
