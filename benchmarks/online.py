@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,11 +33,15 @@ FORGET = 10.0
 
 @dataclass(frozen=True)
 class Ask:
-    """A request for exactly ``tokens`` new tokens. ``after``: not before that request has that many tokens."""
+    """A request for exactly ``tokens`` new tokens.
+
+    ``after``: not before that request has that many tokens. ``at``: nor before so many seconds since the run began.
+    """
 
     prompt: Sequence[int]
     tokens: int = 1
     after: tuple[int, int] | None = None
+    at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class OnlineEngine(EngineProcess):
 
     def run(self, requests: Sequence[Ask], clients: int | None = None) -> Run:
         """Send all, in order, at most ``clients`` at a time, and wait for the last token."""
-        asked = [{"prompt": list(one.prompt), "tokens": one.tokens, "after": one.after} for one in requests]
+        asked = [asdict(one) | {"prompt": list(one.prompt)} for one in requests]
         reply = self._call({"run": asked, "clients": clients or len(asked)})
         return Run([Answer(**one) for one in reply["answers"]], reply["seconds"], reply["began"])
 
@@ -232,6 +236,7 @@ class Server:
                 request, answer = requests[index], answers[index]
                 if request["after"] is not None:
                     await reached(*request["after"])
+                await asyncio.sleep(request["at"] - (time.perf_counter() - began))
                 answer["sent"] = time.perf_counter() - began
                 async for token, cached in self._tokens(request):
                     answer["times"].append(time.perf_counter() - began)

@@ -20,10 +20,12 @@ class Ahead:
     vLLM hears of a step's arrivals together, then goes through them one by one. Asked in turn, each waits for an answer
     of its own, and those that find no time left lose a step; asked on arrival, all wait for the same moment.
 
-    Not for a long line: what is leased is kept from eviction and an early answer grows old. Invariants: at most
-    ``most`` requests are asked for, each for ``seconds`` at most; nobody is asked for behind one who was not.
+    Not for a long line: what is leased is kept from eviction, an early answer grows old, and making the keys of more
+    than the next step can take would hold it up. Invariants: at most ``most`` requests are asked for, none once they
+    have ``most_blocks`` together, each for ``seconds`` at most; nobody is asked for behind one who was not.
     """
 
+    most_blocks: int
     most: int = 16
     seconds: float = 1.0
     _waiting: dict[str, _Waiting] = field(factory=dict, init=False)
@@ -37,7 +39,7 @@ class Ahead:
     @property
     def may_ask(self) -> bool:
         """Whether the pool may be asked for the next one to arrive."""
-        return len(self._waiting) == self._asked < self.most
+        return len(self._waiting) == self._asked < self.most and self.blocks < self.most_blocks
 
     def add(self, request_id: str, blocks: int, now: float) -> None:
         """The newest request; ``blocks`` is 0 when the pool was not asked for it, whatever it needs."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from benchmarks import no_reuse_overhead, serve_gpu, slow_server
 from benchmarks.decode_interference import ASYNC, LOADED, NOT_LOADED, SYNC, gaps_of, judge
 from benchmarks.delayed import delayed
 from benchmarks.gpu_engines import H200, SMALL
-from benchmarks.online import Answer, Run
+from benchmarks.online import Answer, Ask, Run
 
 
 def answer(sent: float, *times: float, cached: int = 0, tokens: tuple[int, ...] | None = None) -> Answer:
@@ -151,6 +152,63 @@ def test_overhead_is_judged_by_pairs_and_by_the_slowest_of_all() -> None:
 
     assert judged(97.5, 1.04, 2.03) == [False, False, False]
     assert judged(96.5, 1.06, 2.05) == [True, True, True]
+
+
+def test_requests_of_a_window_arrive_at_the_same_times_for_both_engines() -> None:
+    at = no_reuse_overhead.arrivals(3, 4.0)
+    assert at == no_reuse_overhead.arrivals(3, 4.0) != no_reuse_overhead.arrivals(4, 4.0)
+    assert len(at) == no_reuse_overhead.REQUESTS
+    assert at[0] == 0.0
+    assert at == sorted(at)
+    mean = sum(no_reuse_overhead.arrivals(seed, 4.0)[-1] for seed in range(200)) / 200
+    assert mean == pytest.approx((no_reuse_overhead.REQUESTS - 1) / 4.0, rel=0.1)
+
+
+class NoEngine:
+    """Answers at once and notes when it was asked for what."""
+
+    def __init__(self) -> None:
+        self.windows: list[tuple[list[float], int | None]] = []
+        self.prompts: list[tuple[int, ...]] = []
+
+    def resume(self) -> None:
+        pass
+
+    def pause(self) -> None:
+        pass
+
+    def run(self, asked: Sequence[Ask], clients: int | None) -> Run:
+        self.windows.append(([one.at for one in asked], clients))
+        self.prompts += [tuple(one.prompt) for one in asked]
+        return Run([Answer(one.at, [one.at + 0.5], [1], 0) for one in asked], 4.0)
+
+    def ask(self, prompt: Sequence[int]) -> Answer:
+        self.prompts.append(tuple(prompt))
+        return Answer(0.0, [1.5], [1], 0)
+
+
+@pytest.mark.parametrize("clients", [None, 3])
+def test_both_engines_are_asked_the_same_way_and_nothing_twice(
+    monkeypatch: pytest.MonkeyPatch, clients: int | None
+) -> None:
+    engines = {no_reuse_overhead.PLAIN: NoEngine(), no_reuse_overhead.MARU: NoEngine()}
+    monkeypatch.setattr(no_reuse_overhead, "prepared_model", lambda: Path("model"))
+    monkeypatch.setattr(no_reuse_overhead, "maru_server", lambda *_: nullcontext({"kv_connector_extra_config": {}}))
+    monkeypatch.setattr(no_reuse_overhead, "engines_in_turn", lambda *_: nullcontext(engines))
+    options = argparse.Namespace(pairs=3, prompts=2, clients=clients, settings={}, eager=True)
+    outcome = no_reuse_overhead.measure(options)
+    plain, maru = engines.values()
+    assert plain.windows == maru.windows
+    assert [count for _, count in plain.windows] == [no_reuse_overhead.CLIENTS] + [clients] * 3
+    rate = no_reuse_overhead.OVERLOAD * no_reuse_overhead.REQUESTS / 4.0
+    expected = [
+        [0.0] * no_reuse_overhead.REQUESTS if clients else no_reuse_overhead.arrivals(n, rate) for n in (1, 2, 3)
+    ]
+    assert [at for at, _ in plain.windows[1:]] == expected
+    prompts = plain.prompts + maru.prompts
+    assert len(prompts) == len(set(prompts)) == 2 * (4 * no_reuse_overhead.REQUESTS + 3)
+    assert [len(found) for found in outcome.figures["windows"].values()] == [3, 3]
+    assert [len(found) for found in outcome.figures["singles"].values()] == [2, 2]
 
 
 @contextmanager

@@ -174,7 +174,7 @@ class Line(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ahead = Ahead(most=3, seconds=1.0)
+        self.ahead = Ahead(8, most=3, seconds=1.0)
         self.now = 0.0
         self.number = 0
         #: Those in the line in order: when they came, and blocks if they were asked for.
@@ -186,8 +186,10 @@ class Line(RuleBasedStateMachine):
         if asked:
             assert all(held for _, held in self.model.values()), "asked for behind one who was not"
             assert len(self.model) < 3
+            assert self.ahead.blocks < 8
         elif wants:
-            assert len(self.model) >= 3 or not all(held for _, held in self.model.values())
+            held = [held for _, held in self.model.values()]
+            assert len(held) >= 3 or not all(held) or sum(held) >= 8
         self.number += 1
         self.ahead.add(str(self.number), blocks if asked else 0, self.now)
         self.model[str(self.number)] = (self.now, blocks if asked else 0)
