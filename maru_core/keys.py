@@ -107,10 +107,19 @@ class KeyChain:
         chunks = self.keys[first:end]
         return chunks if self.objects_per_chunk == 1 else layer_keys(chunks, self.objects_per_chunk)
 
-    def object_parents(self, chunk: int) -> list[bytes]:
-        """For each object of a chunk the key that precedes it: of layer 0 the last one of the chunk before."""
-        before = self.object_keys(chunk - 1, chunk)[-1] if chunk else self._start
-        return [before, *self.object_keys(chunk, chunk + 1)[:-1]]
+    def objects(self, chunks: Sequence[int]) -> tuple[list[bytes], list[bytes]]:
+        """Keys of the objects of these chunks, each from layer 0 on, and for each of them the key that precedes it.
+
+        Of a chunk's layer 0 that is the last one of the chunk before, whether or not that is among ``chunks``.
+        """
+        of_chunks = [self.keys[chunk] for chunk in chunks]
+        count = self.objects_per_chunk
+        keys = of_chunks if count == 1 else layer_keys(of_chunks, count)
+        parents = [b"", *keys[:-1]] if keys else []
+        for place, chunk in enumerate(chunks):
+            if not place or chunks[place - 1] != chunk - 1:
+                parents[place * count] = self.object_keys(chunk - 1, chunk)[-1] if chunk else self._start
+        return keys, parents
 
 
 def _pack(chunk: Sequence[int], first: int) -> bytes:

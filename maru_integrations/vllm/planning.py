@@ -121,11 +121,12 @@ class StorePlanner:
                 f"{complete * per_chunk} needed for {complete} chunks"
             )
         later = settings.stores_later
+        keys, parents = state.chain.objects(chunks)
         op = StoreOp(
             request_id=str(state.request.request_id),
             chunks=chunks,
-            keys=[key for chunk in chunks for key in state.chain.object_keys(chunk, chunk + 1)],
-            parents=[parent for chunk in chunks for parent in state.chain.object_parents(chunk)],
+            keys=keys,
+            parents=parents,
             blocks=blocks,
             store_id=self.stores.number() if later else 0,
             asynchronous=later,

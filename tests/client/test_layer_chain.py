@@ -23,8 +23,7 @@ def handler(maru_runtime_dir: Path) -> Iterator[MaruHandler]:
 
 
 def store(handler: MaruHandler, chain: KeyChain, chunks: range) -> None:
-    keys = chain.object_keys(chunks.start, chunks.stop)
-    parents = [parent for chunk in chunks for parent in chain.object_parents(chunk)]
+    keys, parents = chain.objects(chunks)
     grants = handler.reserve(keys, 4096, parents)
     handler.commit(grants)
 

@@ -179,10 +179,19 @@ def test_objects_of_a_request_are_one_chain(objects, tokens):
     keys = chain.object_keys(0, chunks)
     assert len(keys) == chunks * objects
     assert keys[objects : 2 * objects] == chain.object_keys(1, 2)
-    parents = [parent for chunk in range(chunks) for parent in chain.object_parents(chunk)]
-    assert parents == [chain.parent(0), *keys[:-1]]
+    assert chain.objects(range(chunks)) == (keys, [chain.parent(0), *keys[:-1]])
     if objects == 1:
         assert keys == chain.keys
+
+
+@given(objects=st.integers(1, 4), chosen=st.lists(st.integers(0, 9), unique=True))
+def test_objects_of_some_chunks_are_those_that_all_of_them_have(objects, chosen):
+    """Also of chunks that have others between them, and of none."""
+    chain = KeyChain(ROOT, 4, (), objects)
+    chain.extend(list(range(40)), 40)
+    keys, parents = chain.objects(range(10))
+    wanted = [chunk * objects + number for chunk in chosen for number in range(objects)]
+    assert chain.objects(chosen) == ([keys[at] for at in wanted], [parents[at] for at in wanted])
 
 
 def test_a_chunk_of_no_objects_is_refused():
