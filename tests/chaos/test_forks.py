@@ -11,8 +11,8 @@ import time
 import pytest
 
 from maru_core.protocol import CommitStatus, Presence, ReserveStatus
-from tests.client.fake_server import eventually
 from tests.client.real import Folder
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -89,8 +89,8 @@ def test_a_child_that_lives_on_holds_nothing_of_its_dead_parent(folder: Folder) 
     process.wait()
     descriptor = os.pidfd_open(child)
     try:
-        eventually(lambda: watcher.stats()["pools"][0]["reserved"] == 0, within=5)
-        eventually(lambda: watcher.stats()["pools"][0]["leased"] == 0, within=5)
+        eventually(lambda: watcher.stats()["pools"][0]["reserved"] == 0)
+        eventually(lambda: watcher.stats()["pools"][0]["leased"] == 0)
         assert not select.select([descriptor], [], [], 0)[0], "the child lives"
         assert watcher.reserve([KEY], 5000).statuses == bytes([ReserveStatus.NEW])
     finally:

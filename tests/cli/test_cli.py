@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from maru_core.cli import main
 from tests.client.real import Folder
-from tests.server.test_sessions import wait_for
+from tests.waiting import eventually
 
 
 def maru(*arguments: str) -> Result:
@@ -146,8 +146,8 @@ def test_hanging_up_ends_a_server_cleanly(maru_runtime_dir: Path, command: tuple
     (maru_runtime_dir / "sessions" / "0000000000000001.lock").mkdir()
     process = subprocess.Popen([*command, *serving], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
     try:
-        wait_for((maru_runtime_dir / "server.json").exists, 20)
-        wait_for(lambda: maru("status", "--runtime-dir", str(maru_runtime_dir)).exit_code == 0)
+        eventually((maru_runtime_dir / "server.json").exists)
+        eventually(lambda: maru("status", "--runtime-dir", str(maru_runtime_dir)).exit_code == 0)
         process.send_signal(signal.SIGHUP)
         if ends:
             assert process.wait(10) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -232,11 +231,3 @@ class FakeServer:
     def _bye(self, _id: int) -> list[Any]:
         self.goodbyes += 1
         return []
-
-
-def eventually(condition: Callable[[], bool], within: float = 3.0) -> None:
-    """Wait until ``condition()`` holds; fails the test when it does not within so many seconds."""
-    deadline = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < deadline, f"did not come true within {within} s"
-        time.sleep(0.005)

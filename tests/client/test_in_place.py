@@ -6,7 +6,6 @@ import gc
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from maru_core.testing import ServerFactory
 from maru_core.testing_server import RunningServer
 from tests.client.real import NAMESPACE
 from tests.server.raw import RawClient
+from tests.waiting import eventually
 
 Connect = Callable[[RunningServer], MaruHandler]
 
@@ -62,13 +62,6 @@ def settings(device: Path, **changes: object) -> dict[str, object]:
 
 def maps(device: Path) -> bool:
     return str(device) in Path("/proc/self/maps").read_text()
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def stored(handler: MaruHandler, key: str, data: bytes) -> bool:

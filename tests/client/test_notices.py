@@ -16,8 +16,9 @@ from maru_core.fakes import FakeBackend
 from maru_core.host import PluginHost
 from maru_core.testing import ServerFactory
 from tests.client.conftest import NAMESPACE
-from tests.client.fake_server import FakeServer, eventually
+from tests.client.fake_server import FakeServer
 from tests.client.real import Folder
+from tests.waiting import eventually
 
 GONE = "another server has taken the place of the one before, and what that had stored is gone"
 REPLACED = "a server that was killed is replaced by one with other pools: what it had stored is gone"
@@ -122,7 +123,7 @@ def test_an_engine_that_replaces_a_killed_server_says_what_is_gone(
     epoch = handler.epoch
     with capture_logs() as logs:
         server.kill()
-        eventually(lambda: handler.is_up and handler.epoch != epoch, within=20)
+        eventually(lambda: handler.is_up and handler.epoch != epoch)
     assert handler.exists("a") is same
     told = {log["event"]: log for log in logs if log["log_level"] == "warning"}
     assert (GONE in told, REPLACED in told) == (not same, not same)

@@ -16,8 +16,9 @@ from maru_core.errors import BackendError, ConfigError, MaruError, Unavailable
 from maru_core.host import PluginHost
 from maru_core.namespace import Namespace
 from maru_core.protocol import ReserveStatus
-from tests.client.fake_server import FakeServer, eventually
+from tests.client.fake_server import FakeServer
 from tests.client.real import NAMESPACE, Folder
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +69,7 @@ def test_the_started_server_ends_when_idle(folder: Folder) -> None:
     time.sleep(0.8)
     assert len(folder.pids()) == 1, "a session keeps it"
     handler.close()
-    eventually(lambda: not folder.pids(), within=5)
+    eventually(lambda: not folder.pids())
     assert not (folder.path / "server.sock").exists()
 
 

@@ -17,7 +17,7 @@ from maru_core.host import PluginHost
 from maru_core.namespace import OPERATOR_FACT, Namespace
 from maru_core.testing import ServerFactory
 from tests.server.keyed import free_port, own_address
-from tests.server.test_sessions import wait_for
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_key_that_is_let_in_later_needs_no_restart(url: str, maru_runtime_dir:
             except Unavailable:
                 return False
 
-        wait_for(stored)
+        eventually(stored)
 
 
 def test_without_keys_an_address_of_another_host_is_refused_at_once(maru_runtime_dir: Path) -> None:
@@ -133,6 +133,6 @@ def test_a_client_that_cannot_map_the_pool_has_no_hits_and_one_warning(url: str,
                 pool = away.stats()["pools"][0]
                 return int(pool["leased"] + pool["reserved"])
 
-            wait_for(lambda: taken() == 0)
+            eventually(lambda: taken() == 0)
             assert not here.exists("b")
         assert len([entry for entry in logs if entry["log_level"] == "warning"]) == 1

@@ -24,8 +24,8 @@ from maru_core.namespace import Namespace
 from maru_core.plugin import hookimpl
 from maru_core.protocol import Op
 from maru_core.protocol.codec import decode
-from tests.client.fake_server import eventually
 from tests.incoherent import NAME, IncoherentBackend
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 

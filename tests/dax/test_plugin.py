@@ -28,6 +28,7 @@ from maru_plugins_dax.placement import Topology
 from maru_plugins_dax.plugin import DaxHints, dax
 from maru_plugins_dax.switches import Switches
 from maru_plugins_dax.watch import Surroundings
+from tests.waiting import eventually
 
 MIB = 1 << 20
 SIZE = 32 * MIB
@@ -89,13 +90,6 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("maru-dax")]
 
 
-def wait_for(condition: Callable[[], bool], within: float = 20.0) -> None:
-    deadline = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
-
-
 def present(region: Region) -> int:
     """Pages of the region that are in this process's page table."""
     offsets = range(0, region.descriptor.size, PAGE)
@@ -108,7 +102,7 @@ def test_a_pool_is_populated_in_the_background(pool: Pool, threads_wanted: int) 
     assert present(region) < 64
     host = host_of(Switches(populate=True, threads=threads_wanted))
     host.region_mapped(region)
-    wait_for(lambda: not threads())
+    eventually(lambda: not threads())
     assert present(region) == -(-region.descriptor.size // PAGE)
     stats = host.hint_stats()
     assert stats["dax.populate_bytes"] == region.descriptor.size
@@ -138,12 +132,12 @@ def test_reading_ahead_enters_what_is_read_and_only_that(pool: Pool) -> None:
     host = host_of(evolve(OFF, read_ahead="all"))
     host.region_mapped(region)
     host.before_read(region, EXTENTS)
-    wait_for(lambda: host.hint_stats()["dax.ahead_bytes"] == 3 * BLOCK)
+    eventually(lambda: host.hint_stats()["dax.ahead_bytes"] == 3 * BLOCK)
     host.after_read(region, EXTENTS)
     assert present(region) - before == 3 * BLOCK // PAGE, "4 to 8 MiB, and 20 to 22"
     host.before_read(region, EXTENTS)
     host.region_unmapping(region)
-    wait_for(lambda: not threads())
+    eventually(lambda: not threads())
     assert host.hint_stats()["dax.ahead_bytes"] == 3 * BLOCK, "nothing twice"
     region.close()
 
@@ -152,12 +146,12 @@ def test_what_is_populated_is_not_read_ahead(region: Region) -> None:
     kernel = FakeKernel()
     host = host_of(Switches(populate=True, numa=False, read_ahead="all"), around(kernel))
     host.region_mapped(region)
-    wait_for(lambda: host.hint_stats()["dax.populate_bytes"] == SIZE)
+    eventually(lambda: host.hint_stats()["dax.populate_bytes"] == SIZE)
     calls = len(kernel.calls)
     host.before_read(region, EXTENTS)
     host.after_read(region, EXTENTS)
     host.region_unmapping(region)
-    wait_for(lambda: not threads())
+    eventually(lambda: not threads())
     assert len(kernel.calls) == calls
 
 
@@ -168,7 +162,7 @@ def test_a_file_on_a_disk_is_read_ahead_each_time_and_never_populated(region: Re
     for _ in range(2):
         host.before_read(region, EXTENTS)
         host.after_read(region, EXTENTS)
-    wait_for(lambda: len(kernel.calls) == 4)
+    eventually(lambda: len(kernel.calls) == 4)
     assert kernel.of(MADV_WILLNEED) == [4 * MIB, 20 * MIB] * 2
     assert kernel.of(MADV_POPULATE_READ) == []
     host.region_unmapping(region)
@@ -191,7 +185,7 @@ def test_threads_end_at_unmap_and_let_go_of_the_memory(region: Region) -> None:
     assert time.monotonic() - started < 1, "it waits for a moment, not for the slice"
     assert threads() != []
     release.set()
-    wait_for(lambda: not threads())
+    eventually(lambda: not threads())
     assert len(kernel.of(MADV_POPULATE_READ)) == 1, "nothing after the slice that it was at"
 
 
@@ -204,7 +198,7 @@ def test_populating_gives_way_to_reads(region: Region) -> None:
     time.sleep(0.1)
     assert len(kernel.calls) <= 2 < SLICES
     host.after_read(region, EXTENTS)
-    wait_for(lambda: len(kernel.calls) == SLICES)
+    eventually(lambda: len(kernel.calls) == SLICES)
     host.region_unmapping(region)
 
 
@@ -212,7 +206,7 @@ def test_a_kernel_that_cannot_is_asked_once(region: Region) -> None:
     kernel = FakeKernel(lambda advice, start: errno.EINVAL)
     host = host_of(Switches(populate=True, numa=False, read_ahead="all"), around(kernel))
     host.region_mapped(region)
-    wait_for(lambda: "dax.populate_error" in host.hint_stats())
+    eventually(lambda: "dax.populate_error" in host.hint_stats())
     for _ in range(3):
         host.before_read(region, EXTENTS)
         host.after_read(region, EXTENTS)
@@ -229,7 +223,7 @@ def test_a_pool_that_is_far_is_one_line_with_the_remedy(region: Region, medium: 
     host = host_of(Switches(populate=True), around(FakeKernel(node=node), medium))
     with capture_logs() as logs:
         host.region_mapped(region)
-        wait_for(lambda: not threads())
+        eventually(lambda: not threads())
     assert [log["event"] for log in logs] == ["pool_is_far"]
     assert (logs[0]["share"], logs[0]["pool"]) == (1.0, region.descriptor.location)
     assert "numactl --cpunodebind=1" in logs[0]["remedy"]
@@ -242,7 +236,7 @@ def test_placement_alone_does_not_populate(region: Region) -> None:
     kernel = FakeKernel()
     host = host_of(evolve(OFF, numa=True), around(kernel))
     host.region_mapped(region)
-    wait_for(lambda: "dax.pool_0_nodes" in host.hint_stats())
+    eventually(lambda: "dax.pool_0_nodes" in host.hint_stats())
     assert {length for _, _, length in kernel.calls} == {1}
     assert len(kernel.calls) == 64
     host.region_unmapping(region)
@@ -254,7 +248,7 @@ def test_huge_pages_only_where_advice_matters(region: Region, monkeypatch: pytes
         kernel = FakeKernel(lambda advice, start: errno.EAGAIN if (advice, start) == (MADV_COLLAPSE, 4 * MIB) else 0)
         host = host_of(evolve(OFF, huge_pages=True), around(kernel, Medium("memory", huge=huge)))
         host.region_mapped(region)
-        wait_for(lambda: not threads())
+        eventually(lambda: not threads())
         assert kernel.of(MADV_HUGEPAGE) == [0] * huge
         assert kernel.of(MADV_COLLAPSE) == [*range(0, SIZE, memory.HUGE_PAGE)] * huge
         if huge:
@@ -292,7 +286,7 @@ def test_a_full_queue_drops_and_never_waits() -> None:
     watch.release.set()
     ahead.stop()
     ahead.stop()
-    wait_for(lambda: not threads())
+    eventually(lambda: not threads())
     assert watch.seen == DEPTH + 1
 
 
@@ -321,7 +315,7 @@ def test_a_forked_process_starts_anew(region: Region) -> None:
 def test_figures_are_named_after_the_plugin(region: Region) -> None:
     host = host_of(Switches(populate=True), around(FakeKernel()))
     host.region_mapped(region)
-    wait_for(lambda: not threads())
+    eventually(lambda: not threads())
     host.region_unmapping(region)
     assert host.hint_stats()
     assert all(name.startswith("dax.") for name in host.hint_stats())

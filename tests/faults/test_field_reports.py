@@ -21,12 +21,13 @@ from maru_core.errors import Unavailable
 from maru_core.host import PluginHost
 from maru_core.protocol import CommitStatus, Op, ReserveStatus
 from maru_core.testing import ServerFactory
-from tests.client.fake_server import FakeServer, eventually
+from tests.client.fake_server import FakeServer
 from tests.client.real import NAMESPACE, Folder
 from tests.faults.test_existing_maru_faults import nothing_is_held, pool, read, stamped, wait_for_line
 from tests.server.keyed import free_port, own_address
 from tests.server.pure import World
 from tests.server.raw import RawClient, keys
+from tests.waiting import eventually
 
 
 def columns(count: int) -> list[bytes]:
@@ -102,7 +103,7 @@ def test_r045_a_lookup_that_is_cancelled_before_its_answer_holds_nothing(folder:
         with pytest.raises(Unavailable):
             pending.poll(0)
     nothing_is_held(handler)
-    assert not handler._link.holdings._reading
+    eventually(lambda: not handler._link.holdings._reading)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from maru_core.protocol import Code, Op
 from maru_core.protocol.codec import encode
 from tests.server.keyed import descriptor, free_port, own_address, tenants
 from tests.server.raw import RawClient, Refused, key, keys, pack, u64
-from tests.server.test_sessions import wait_for
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_key_files_that_come_and_go_count_without_a_restart(keyed, connect, runt
     folder = runtime_dir / "keys"
     make_keys(folder, ["late"])
     late = ClientKeys.load(folder / "late.key")
-    wait_for(lambda: served(connect, server, late))
+    eventually(lambda: served(connect, server, late))
     held = hello_as(connect, server, known["free"], None)
     held.store(keys(0, 1))
     (folder / "free.pub").unlink()
@@ -174,11 +174,11 @@ def test_key_files_that_come_and_go_count_without_a_restart(keyed, connect, runt
             return True
         return False
 
-    wait_for(shut_out)
+    eventually(shut_out)
     assert not served(connect, server, known["free"])
     assert served(connect, server, late)
     (folder / "late.pub").write_text("nonsense")
-    wait_for(lambda: not served(connect, server, late))
+    eventually(lambda: not served(connect, server, late))
 
 
 def served(connect, server, own) -> bool:

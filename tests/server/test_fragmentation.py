@@ -89,9 +89,9 @@ def test_gaps_that_are_too_narrow_are_no_reason_to_search_for_ever():
     large = [key(number) for number, pages in stored if pages == LARGE]
     world.directory.acquire(reader, 1, large, False)
     world.directory.delete(session, [key(number) for number, pages in stored if pages == SMALL])
-    begin = time.perf_counter()
+    begin = time.process_time()
     assert world.store(session, keys(5000, 64), LARGE * GRANULE) == bytes([ReserveStatus.NO_ROOM]) * 64
-    assert time.perf_counter() - begin < 0.1
+    assert time.process_time() - begin < 0.1
     assert world.directory.counters["skipped_no_room"] == 64
     assert not world.directory.is_short(), "it would be tried for ever"
     assert world.store(session, keys(6000, 100), SMALL * GRANULE) == bytes(100)
@@ -189,9 +189,9 @@ def test_a_search_in_vain_ends_and_costs_little():
     world, stored = full_of_two_sizes(600 * (SMALL + LARGE))
     session, reader = world.session(), world.session()
     world.directory.acquire(reader, 1, [key(number) for number, pages in stored if pages == LARGE], False)
-    begin = time.perf_counter()
+    begin = time.process_time()
     assert world.store(session, keys(5000, 64), LARGE * GRANULE) == bytes([ReserveStatus.NO_ROOM]) * 64
-    assert time.perf_counter() - begin < 0.1
+    assert time.process_time() - begin < 0.1
     assert world.directory.counters["evicted"] <= 64
     world.check()
 

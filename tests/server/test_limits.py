@@ -38,7 +38,7 @@ from maru_core.server.steps import SLICE
 from tests.server.pure import World
 from tests.server.raw import RawClient, Refused, key, keys, u64
 from tests.server.test_edge import answer, make_handlers
-from tests.server.test_sessions import wait_for
+from tests.waiting import eventually
 
 HELLO = [Op.HELLO, 1, 0, 0, PROTOCOL_VERSION, "client", [1, "h", "n"], b"\x90", 0, []]
 
@@ -91,7 +91,7 @@ def test_nothing_that_a_sweep_a_chore_or_a_turn_raises_ends_the_loop(context):
         handlers.__class__.sweep, sweep = (lambda self: 1 / 0), handlers.__class__.sweep
         try:
             called.clear()
-            wait_for(lambda: called.count(2) >= 2)
+            eventually(lambda: called.count(2) >= 2)
             client.call(Op.PING)
         finally:
             handlers.__class__.sweep = sweep
@@ -99,7 +99,7 @@ def test_nothing_that_a_sweep_a_chore_or_a_turn_raises_ends_the_loop(context):
         try:
             client.send(Op.PING)
             before = handlers.directory.counters["internal_errors"]
-            wait_for(lambda: handlers.directory.counters["internal_errors"] > before)
+            eventually(lambda: handlers.directory.counters["internal_errors"] > before)
         finally:
             handlers.__class__.handle = handle
         client.call(Op.PING)
@@ -123,7 +123,7 @@ def test_a_closed_standard_error_does_not_end_a_server(runtime_dir):
         client = RawClient(own, url).hello()
         os.close(client.lock)
         client.lock, client.session = None, 0
-        wait_for(lambda: client.call(Op.STATS)[0]["counters"]["expired_sessions"] == 1)
+        eventually(lambda: client.call(Op.STATS)[0]["counters"]["expired_sessions"] == 1)
         client.call(Op.PING)
         client.close()
     finally:
@@ -176,9 +176,9 @@ def test_half_a_message_that_grows_for_ever_is_cut_off(context):
         grown[0] = 600
         rude.close()
         # Who is honest comes back, with the same session.
-        wait_for(lambda: loop.listens)
+        eventually(lambda: loop.listens)
         good.socket.setsockopt(zmq.RCVTIMEO, 1000)
-        wait_for(lambda: revived(good))
+        eventually(lambda: revived(good))
         assert good.probe(keys(0, 1)) == b"\0"
         good.close()
 
@@ -192,8 +192,8 @@ def test_the_private_socket_is_made_again_after_hanging_up(context, runtime_dir)
         client = RawClient(context, address)
         client.call(Op.PING)
         loop.hang_up()
-        wait_for(lambda: not loop.listens)
-        wait_for(lambda: revived(client))
+        eventually(lambda: not loop.listens)
+        eventually(lambda: revived(client))
         client.close()
 
 
@@ -225,7 +225,7 @@ def test_connections_over_the_limit_are_hung_up_on(context):
         good.call(Op.PING)
         host, port = address.removeprefix("tcp://").split(":")
         held = [socket.create_connection((host, int(port)), 5) for _ in range(60)]
-        wait_for(lambda: handlers.directory.counters["connections_refused"] == 41)
+        eventually(lambda: handlers.directory.counters["connections_refused"] == 41)
         alive = 0
         for one in held:
             one.setblocking(False)
@@ -289,7 +289,7 @@ def test_a_server_with_few_descriptors_outlives_those_who_want_them_all(runtime_
         assert "sessions are open" in refused
         client.epoch = client.session = 0
         client.call(Op.PING)
-        wait_for(lambda: client.stats()["counters"]["connections_refused"] > 0)
+        eventually(lambda: client.stats()["counters"]["connections_refused"] > 0)
         assert process.poll() is None
         client.close()
     finally:

@@ -18,7 +18,7 @@ from maru_core.server.metrics import DEADLINE, MAX_CONNECTIONS, MAX_REQUEST, Met
 from tests.server.keyed import free_port
 from tests.server.raw import Refused, keys
 from tests.server.test_edge import make_handlers
-from tests.server.test_sessions import wait_for
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_server_tells_what_it_did(start_server, connect):
     for _ in range(2):
         with pytest.raises(Refused):
             client.call(99)
-    wait_for(lambda: samples(address).get(("maru_refusals_total", "BAD_REQUEST")) == 2)
+    eventually(lambda: samples(address).get(("maru_refusals_total", "BAD_REQUEST")) == 2)
     found = samples(address)
     expected = {
         ("maru_hits_total",): 3,
@@ -167,15 +167,15 @@ def test_a_client_that_does_not_read_is_cut_off(listener):
     with socket.create_connection((host, int(port))) as plain:
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         plain.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
-        wait_for(lambda: listener._connections == 1)
-        wait_for(lambda: listener._connections == 0)
+        eventually(lambda: listener._connections == 1)
+        eventually(lambda: listener._connections == 0)
 
 
 @pytest.mark.slow
 def test_idle_connections_keep_nobody_out(listener):
     host, port = listener.address.rsplit(":", 1)
     held = [socket.create_connection((host, int(port))) for _ in range(MAX_CONNECTIONS)]
-    wait_for(lambda: listener._connections == MAX_CONNECTIONS)
+    eventually(lambda: listener._connections == MAX_CONNECTIONS)
     threads = threading.active_count()
     started = time.monotonic()
     for path in ("/healthz", "/metrics", "/healthz"):
@@ -183,7 +183,7 @@ def test_idle_connections_keep_nobody_out(listener):
     assert time.monotonic() - started < DEADLINE
     assert threading.active_count() == threads
     assert held[0].recv(1) == b"", "the oldest one made room"
-    wait_for(lambda: listener._connections == 0)
+    eventually(lambda: listener._connections == 0)
     for one in held:
         one.close()
 

@@ -21,7 +21,7 @@ from maru_core.protocol import Op
 from maru_core.testing import ServerFactory
 from tests.server.keyed import free_port
 from tests.server.raw import RawClient, keys
-from tests.server.test_sessions import wait_for
+from tests.waiting import eventually
 
 
 def sockets_of(pid: int) -> set[str]:
@@ -124,7 +124,7 @@ def test_files_are_private_whatever_the_mask(maru_runtime_dir: Path) -> None:
         [*command, "--pool-size", "4M", "--pool-path", str(maru_runtime_dir)], stderr=subprocess.DEVNULL
     )
     try:
-        wait_for((folder / "server.json").exists)
+        eventually((folder / "server.json").exists)
         assert mode(folder) == 0o700
         assert mode(folder / "sessions") == 0o700
         for name in ("server.sock", "server.lock", "server.json", "admin.token"):
@@ -196,7 +196,7 @@ def test_a_socket_that_was_removed_comes_back(start_server, connect):
     for _ in range(2):
         path.unlink()
         old.call(Op.PING)
-        wait_for(lambda: is_listening(path))
+        eventually(lambda: is_listening(path))
         time.sleep(1.2)  # longer than two sweeps: the new socket must stay
         assert is_listening(path)
         assert mode(path) == 0o600
@@ -216,6 +216,6 @@ def test_a_socket_that_is_anothers_by_now_is_left_alone(start_server, connect, r
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))
         inode = path.stat().st_ino
-        wait_for(lambda: "another socket is where" in (runtime_dir / "server.log").read_text())
+        eventually(lambda: "another socket is where" in (runtime_dir / "server.log").read_text())
         old.call(Op.PING)
         assert path.stat().st_ino == inode

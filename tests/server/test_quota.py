@@ -199,12 +199,12 @@ def test_ten_thousand_namespaces_share_a_full_pool():
             return look()
 
         policy.coldest = watched
-    begin = time.perf_counter()
+    begin = time.process_time()
     for first in range(0, 1280, 64):
         assert not any(world.store(late, keys(first, 64)))
     # A second time it is reached from inside of pop; see there.
     assert asked <= 4 * 1280
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
     assert world.directory.probe(sessions[0], keys(0, 2)) == b"\0\1"
 
 

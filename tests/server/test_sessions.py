@@ -15,6 +15,7 @@ import pytest
 from maru_core.protocol import Op, ReserveStatus
 from tests.server.fakes import FileBackend
 from tests.server.raw import RawClient, Refused, keys, u64
+from tests.waiting import eventually
 
 HOLDER = """
 import os, sys, zmq
@@ -61,13 +62,9 @@ def holder():
         process.communicate()
 
 
-def wait_for(condition, seconds: float = 30.0) -> float:
-    """Poll until ``condition()`` holds; returns how long that took."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds, "it did not happen in time"
-        time.sleep(0.02)
-    return time.monotonic() - started
+def held(client) -> tuple[int, int]:
+    pool = client.stats()["pools"][0]
+    return pool["reserved"], pool["leased"]
 
 
 @pytest.mark.slow
@@ -75,13 +72,11 @@ def test_a_killed_client_leaves_its_data_and_nothing_else(start_server, connect,
     server = start_server()
     client = connect(server).hello()
     process = holder(server)
-    pool = client.stats()["pools"][0]
-    assert (pool["reserved"], pool["leased"]) == (4 * 4096, 2 * 4096)
+    assert held(client) == (4 * 4096, 2 * 4096)
     process.kill()
     process.wait()
-    took = wait_for(lambda: client.stats()["sessions"] == 1 and client.stats()["pools"][0]["reserved"] == 0)
+    took = eventually(lambda: client.stats()["sessions"] == 1 and held(client) == (0, 0))
     assert took < 2.5
-    assert client.stats()["pools"][0]["leased"] == 0
     assert client.stats()["counters"]["expired_sessions"] == 1
     assert client.probe(keys(0, 4)) == b"\1" * 4
     assert client.reserve(keys(10, 4))[0] == bytes(4)
@@ -106,7 +101,7 @@ def test_a_forked_child_does_not_keep_a_dead_session_alive(start_server, connect
     client = connect(server).hello()
     process = holder(server, "fork")
     process.kill()
-    wait_for(lambda: client.stats()["sessions"] == 1)
+    eventually(lambda: client.stats()["sessions"] == 1)
 
 
 @pytest.mark.slow
@@ -187,11 +182,11 @@ def test_a_long_request_that_is_given_up_leaves_nothing(start_server, connect, h
     request = client.send(Op.RESERVE, 0, keys(0, 90_000), b"", 100)
     if how == "cancel":
         client.call(Op.CANCEL, u64(request))
-        wait_for(lambda: other.stats()["counters"]["cancelled"] == 1)
+        eventually(lambda: other.stats()["counters"]["cancelled"] == 1)
     else:
         client.send(Op.BYE)
-        wait_for(lambda: other.stats()["sessions"] == 1)
-    wait_for(lambda: other.stats()["pools"][0]["reserved"] == 0)
+        eventually(lambda: other.stats()["sessions"] == 1)
+    eventually(lambda: other.stats()["pools"][0]["reserved"] == 0)
     assert other.stats()["counters"]["aborted"] < 90_000, "the rest of the request was executed for nobody"
     assert other.stats()["pools"][0]["free"] == other.stats()["pools"][0]["capacity"]
 
@@ -292,7 +287,7 @@ def test_run_server_needs_no_main_thread(runtime_dir, context):
     thread = threading.Thread(target=run_server, args=arguments, kwargs={"ready": urls.append})
     before = signal.getsignal(signal.SIGTERM)
     thread.start()
-    wait_for(lambda: urls)
+    eventually(lambda: urls)
     client = RawClient(context, urls[0]).hello()
     assert client.store(keys(0, 1)) == b"\0"
     client.call(Op.BYE)

@@ -14,7 +14,7 @@ from maru_core.protocol.messages import PoolDescriptor
 from tests.server.fakes import FileRegion
 from tests.server.raw import RawClient, key, keys, u64
 from tests.server.test_restart import kill
-from tests.server.test_sessions import wait_for
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -111,7 +111,7 @@ def test_objects_move_down_under_load_and_none_is_missed(start_server, connect, 
         if stored % 80 == 0:
             time.sleep(0.02)
     assert client.probe(keys(0, stored)) == READY * stored
-    wait_for(lambda: moving(client) == 0)
+    eventually(lambda: moving(client) == 0)
     assert counters(client)["demoted"] > 50
     assert counters(client)["evicted"] == counters(client)["internal_errors"] == 0
     pools = read(client, memory, 0, stored)
@@ -158,7 +158,7 @@ def test_what_is_read_often_is_copied_up(start_server, connect, mapped):
     assert read(client, memory, 5000, 8) == [1] * 8
     client.call(Op.DELETE, 0, keys(0, 20))
     read(client, memory, 5000, 8)
-    wait_for(lambda: counters(client)["promoted"] == 8)
+    eventually(lambda: counters(client)["promoted"] == 8)
     assert read(client, memory, 5000, 8) == [0] * 8
     assert client.stats()["pools"][0]["replicas"] == 8
 
@@ -179,7 +179,7 @@ def test_a_server_that_is_killed_while_objects_move_loses_none(start_server, con
         assert client.resume(server.url)
         assert client.probe(keys(0, stored)) == READY * stored
         read(client, memory, 0, stored)
-    wait_for(lambda: moving(client) == 0)
+    eventually(lambda: moving(client) == 0)
     used = sum(pool["used"] for pool in client.stats()["pools"])
     assert used == stored * GRANULE, "something is there twice"
     assert "half_moved" in Path(server.folder / "server.log").read_text()

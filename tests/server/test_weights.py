@@ -12,7 +12,7 @@ from maru_core.protocol import Op
 from maru_core.server.weights import WeightsFile
 from tests.server.raw import keys
 from tests.server.test_restart import kill
-from tests.server.test_sessions import wait_for
+from tests.waiting import eventually
 
 RED, BLUE = bytes(16), b"\1" * 16
 
@@ -67,6 +67,6 @@ def test_a_reset_is_kept_once_there_is_room_again(start_server, connect):
     path.mkdir()
     assert client.call(Op.RESET, 0) == [1], "the reset holds in this server anyway"
     path.rmdir()
-    wait_for(path.exists)
+    eventually(path.exists)
     kill(server)
     assert connect(start_server()).hello().weights_epoch == 1

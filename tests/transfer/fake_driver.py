@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import mmap
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +13,6 @@ from maru_transfer.cuda_driver import ALREADY_REGISTERED, INVALID_VALUE, DriverE
 MIB = 1 << 20
 #: Drivers since 580 refuse one registration of this many bytes or more (R106).
 REFUSED_FROM = 1 << 39
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.002)
 
 
 def is_mapped(address: int, length: int) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
-from fake_driver import FakeRegion, eventually
+from fake_driver import FakeRegion
 from paged_forms import FORMS, Engine, Size
 
 from maru_core.geometry import ChunkCopy
@@ -24,6 +24,7 @@ from maru_transfer.device_copy import DeviceTransfer
 from maru_transfer.held import HeldTransfer
 from maru_transfer.pinning import PinnedPools, address_of
 from maru_transfer.torch_copy import TorchCopyEngine
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

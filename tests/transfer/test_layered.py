@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import Case, cases
-from fake_driver import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layered_checks import FORMATS, check_layered_load, copies_of, pages_after, stored_as
@@ -24,6 +23,7 @@ from maru_core.geometry import ChunkCopy
 from maru_transfer import host_copy
 from maru_transfer.device_copy import DeviceTransfer
 from maru_transfer.layered import Arrival, LoadThread, SteppedLoad
+from tests.waiting import eventually
 
 SIZE = Size(L=4, NB=9, BS=4, NH=2, HS=4)
 CASE = Case(SIZE, 8, [6, 2, 3, 5, 1, 4], [(0, 0, 8), (1, 8, 16), (2, 17, 23)])

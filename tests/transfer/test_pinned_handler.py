@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_driver import FakeDriver, eventually, is_mapped
+from fake_driver import FakeDriver, is_mapped
 
 from maru_core.client import MaruHandler
 from maru_core.config import MaruConfig
@@ -14,6 +14,7 @@ from maru_core.errors import MaruError
 from maru_core.namespace import Namespace
 from maru_transfer.cuda_driver import INVALID_VALUE, DriverError
 from maru_transfer.pinning import PinnedPools
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +46,7 @@ def test_pools_are_registered_anew_when_they_are_mapped_anew(maru_server: Any, m
         before = dict(driver.registered)
         server.end()
         maru_server(maru_runtime_dir, pool_size="6M")
-        eventually(lambda: stored(handler, "b"), seconds=20)
+        eventually(lambda: stored(handler, "b"))
         eventually(lambda: pools.stats()["registered_bytes"] == 6 * MIB)
         eventually(lambda: dict(driver.undone) == before)
     eventually(lambda: not driver.registered)

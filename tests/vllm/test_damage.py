@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from maru_core.checksum import NO_CHECKSUM, is_covered
 from maru_core.client import MaruHandler
 from maru_core.keys import KeyChain
-from tests.client.fake_server import eventually
 from tests.client.pool_bytes import Stored, flip, swap
 from tests.client.real import Folder
 from tests.vllm.fake_store import FakeStore
 from tests.vllm.mini_engine import CHUNK, Engine, reference
+from tests.waiting import eventually
 
 EngineOn = Callable[..., Engine]
 

@@ -20,7 +20,6 @@ pytest.importorskip("vllm")
 from maru_core.client import MaruHandler
 from maru_core.errors import MaruError
 from maru_core.keys import KeyChain
-from tests.client.fake_server import eventually
 from tests.client.pool_bytes import Stored
 from tests.client.real import Folder
 from tests.vllm.fake_store import FakeStore
@@ -28,6 +27,7 @@ from tests.vllm.lives import check_answers, live, make_texts
 from tests.vllm.mini_engine import CHUNK, Engine
 from tests.vllm.slow_transfer import Pace, SlowTransfer
 from tests.vllm.test_connector import prompt, settled
+from tests.waiting import eventually
 
 EngineOn = Callable[..., Engine]
 

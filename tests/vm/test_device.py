@@ -21,8 +21,8 @@ from maru_core.host import PluginHost
 from maru_core.namespace import Namespace
 from maru_core.testing import ServerFactory
 from maru_core.testing_server import RunningServer
-from tests.server.test_sessions import wait_for
 from tests.vm.stamps import difference, size_of, stamped
+from tests.waiting import eventually
 
 MIB: Final = 1 << 20
 COUNT: Final = 12
@@ -122,7 +122,7 @@ def test_a_killed_server_is_followed_by_one_with_the_same_objects(servers: Serve
         first.kill()
         second = servers.start()
         # The handler comes back by itself, and new ones find what it stored.
-        wait_for(lambda: is_back(handler), 30)
+        eventually(lambda: is_back(handler))
         store(handler, "later")
         assert found(handler, "kept") == COUNT
     with handler_of(second) as handler:
@@ -193,7 +193,7 @@ def test_two_devices_are_one_set_of_pools(servers: Servers) -> None:
         assert sum(pool["objects"] for pool in pools) == sets * COUNT
         server.kill()
         servers.start(path=path, size="")
-        wait_for(lambda: is_back(handler), 30)
+        eventually(lambda: is_back(handler))
         assert sum(found(handler, f"set-{number}") for number in range(sets)) == sets * COUNT
 
 
@@ -212,7 +212,7 @@ def test_memory_and_a_device_together(servers: Servers) -> None:
         assert all(pool["objects"] > 0 for pool in pools)
         server.kill()
         servers.start(**settings)
-        wait_for(lambda: is_back(handler), 30)
+        eventually(lambda: is_back(handler))
         assert sum(found(handler, f"set-{number}") for number in range(sets)) == sets * COUNT
 
 
