@@ -48,10 +48,14 @@ class Load:
 class Copies:
     staging_bytes = 17
 
-    def load(self, block_ids: Any, copies: Any) -> None:
-        pass
+    def __init__(self) -> None:
+        self.called: list[str] = []
 
-    store = load
+    def load(self, block_ids: Any, copies: Any) -> None:
+        self.called.append("load")
+
+    def store(self, block_ids: Any, copies: Any) -> None:
+        self.called.append("store")
 
     def close(self) -> None:
         pass
@@ -74,12 +78,15 @@ def test_only_what_loads_by_layer_says_that_it_does() -> None:
     assert held(Copies(), pools).staging_bytes == 17  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("plan", ["prepare_load", "prepare_store"])
-def test_what_is_prepared_holds_from_its_plan_until_it_is_closed(plan: str) -> None:
+@pytest.mark.parametrize("what", ["load", "store"])
+def test_what_is_prepared_holds_from_its_plan_until_it_is_closed(what: str) -> None:
     pools: Any = Pools()
-    prepared = getattr(held(Copies(), pools), plan)([], [None, None])
+    copies = Copies()
+    prepared = getattr(held(copies, pools), f"prepare_{what}")([], [None, None])
     assert pools.users == 1
+    assert not copies.called
     assert prepared.run(Brake(), 1) == 2
+    assert copies.called == [what] * 2
     assert pools.users == 1
     prepared.close()
     prepared.close()

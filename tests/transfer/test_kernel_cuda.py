@@ -18,10 +18,12 @@ import torch
 from attrs import evolve
 from paged_forms import FORMS, Engine, Size
 
+from maru_core.brake import Brake, Pull
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy
 from maru_transfer.cuda_driver import CudaDriver
 from maru_transfer.kernel import KernelEngine, Tuning
+from maru_transfer.prepared import prepare_store
 from maru_transfer.torch_copy import TorchCopyEngine
 
 REASON = KernelEngine().import_error()
@@ -132,6 +134,39 @@ def test_a_store_sees_the_last_value_of_a_slow_write_on_its_stream(way: str):
                 transfer.store(TABLE, [ChunkCopy(0, 0, 256, buffer)])
             right += bool((np.frombuffer(buffer, "i2") == value).all())
     assert right == 150
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_store_that_is_stopped_has_what_it_says_and_reads_no_more_when_it_returns(way: str):
+    """Another stream overwrites the pages at once; objects of four blocks each, stopped earlier or later."""
+    tuning, locked = WAYS[way]
+    engine = Engine.make("planes-first NHD", SIZE, None)
+    stored = engine.stored(64)
+    layers = on_device(engine)
+    buffers = objects(16, stored.nbytes, locked=locked)
+    copies = [ChunkCopy(n, 64 * n, 64 * n + 64, buffer) for n, buffer in enumerate(buffers)]
+    other = torch.cuda.Stream()
+    brake = Brake()
+    with closing(KernelEngine(tuning).open(layers, engine.paged, stored)) as transfer:
+        for value in range(1, 61):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            for buffer in buffers:
+                np.frombuffer(buffer, "i2")[:] = 0
+            with torch.cuda.stream(stream), closing(prepare_store(transfer, TABLE, copies)) as store:
+                layers[0].fill_(value)
+                brake.pull = Pull.STOP if value == 1 else Pull.GO_ON
+                timer = threading.Timer(value * 2e-5, setattr, (brake, "pull", Pull.STOP))
+                timer.start()
+                moved = store.run(brake, 1)
+            with torch.cuda.stream(other):
+                layers[0].fill_(-value)
+            other.synchronize()
+            timer.join()
+            assert moved == 0 or value > 1
+            for number, buffer in enumerate(buffers):
+                found = np.frombuffer(buffer, "i2")
+                assert (found == value).all() if number < moved else (found != -value).all()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -103,6 +103,7 @@ def test_blocks_are_free_when_they_were_read_not_when_all_is_committed(world: Wo
         return commit(*args, **named)
 
     world.link.handler = _With(world.handler, "commit", late)  # type: ignore[assignment]
+    world.pace.pause = lambda: time.sleep(0.005)
     saver = world.saver(piece_bytes=6 * STORED.nbytes // pieces)
     with closing(world, saver):
         world.answers.hold(["a"])
