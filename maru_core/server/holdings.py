@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
+from typing import Generic, TypeVar
 
 #: Entries of a part before the next one begins; it is rebuilt in half a millisecond.
 _PART = 1 << 15
 
 
-class EntrySet(Collection[int]):
-    """A set of entries."""
+Part = TypeVar("Part", set[int], dict[int, int])
+
+
+class _InParts(Collection[int], Generic[Part]):
+    """Entries in parts, none of which is in two of them."""
 
     __slots__ = ("_parts",)
 
-    def __init__(self) -> None:
-        self._parts: list[set[int]] = [set()]
+    def __init__(self, first: Part) -> None:
+        self._parts: list[Part] = [first]
 
     def __contains__(self, entry: object) -> bool:
         return any(entry in part for part in self._parts)
@@ -33,6 +37,15 @@ class EntrySet(Collection[int]):
 
     def __bool__(self) -> bool:
         return any(self._parts)
+
+
+class EntrySet(_InParts[set[int]]):
+    """A set of entries."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(set())
 
     def update(self, entries: Iterable[int]) -> None:
         """Add ``entries``, none of which is in here."""
@@ -70,25 +83,13 @@ class EntrySet(Collection[int]):
         return list(islice(self, limit))
 
 
-class EntryCounts(Collection[int]):
+class EntryCounts(_InParts[dict[int, int]]):
     """How many times each entry is held; those that are held no more are forgotten."""
 
-    __slots__ = ("_parts",)
+    __slots__ = ()
 
     def __init__(self) -> None:
-        self._parts: list[dict[int, int]] = [{}]
-
-    def __contains__(self, entry: object) -> bool:
-        return any(entry in part for part in self._parts)
-
-    def __iter__(self) -> Iterator[int]:
-        return chain.from_iterable(self._parts)
-
-    def __len__(self) -> int:
-        return sum(map(len, self._parts))
-
-    def __bool__(self) -> bool:
-        return any(self._parts)
+        super().__init__({})
 
     def hold(self, entries: Sequence[int]) -> Sequence[int]:
         """Hold each of ``entries`` once more, twice if it is there twice; returns those that were not held before."""
