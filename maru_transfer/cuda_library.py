@@ -18,9 +18,9 @@ from attrs import frozen
 from maru_core.brake import Brake
 from maru_core.errors import TransferError
 from maru_core.geometry import ObjectLayout, PagedLayout
-from maru_transfer import build_info
 from maru_transfer.abi import geometry_of
 from maru_transfer.exports import BufferCalls, Exports
+from maru_transfer.native_library import load_library
 
 LIBRARY: Final = "libmaru_cuda.so"
 #: MARU_CUDA_ABI_VERSION of the header that this module was written for.
@@ -189,25 +189,7 @@ class CudaLibrary:
 
 def load(path: Path | None = None) -> CudaLibrary | str:
     """The library beside this module, or that at ``path``; or why it cannot be used, with the remedy."""
-    place = path or Path(__file__).with_name(LIBRARY)
-    if not place.exists():
-        return _absent(place)
-    try:
-        library = ctypes.CDLL(str(place))
-        version = library.maru_cuda_abi_version()
-        if version != ABI_VERSION:
-            return (
-                f"{place} has version {version} of the interface, this Maru needs {ABI_VERSION}: it is left over"
-                f" from another one; {REBUILD}"
-            )
-        return CudaLibrary(library)
-    except (OSError, AttributeError) as error:  # for another processor, cut short, or something else
-        return f"{place} cannot be used: {error}; {REBUILD}"
-
-
-def _absent(place: Path) -> str:
-    report = build_info.read(place.parent, "cuda")
-    return f"{place} does not exist: {report.why_not() or f'it was built, and removed since; {REBUILD}'}"
+    return load_library(path or Path(__file__).with_name(LIBRARY), "cuda", ABI_VERSION, CudaLibrary, REBUILD)
 
 
 class CudaDevice:

@@ -19,7 +19,7 @@ from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
 from maru_transfer.crossing import Crossing
 from maru_transfer.layered import Arrival, Arrived, LoadThread, SteppedLoad
-from maru_transfer.plan import Piece, plan_pieces
+from maru_transfer.plan import Piece, plan_pieces, refuse_read_only
 from maru_transfer.tensors import LayerGroup, group_layers, single_layers
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -94,9 +94,7 @@ class DeviceTransfer:
         """Pages to objects."""
         self._layers.settle()
         pieces = plan_pieces(self._paged, self._stored, block_ids, copies)
-        for number, copy in enumerate(copies):
-            if copy.buffer.readonly:
-                raise TransferError(f"copy {number} (chunk {copy.chunk}) stores into a read-only buffer")
+        refuse_read_only(copies)
         staging = self._stage()
         flat = staging.view(-1).view(torch.uint8)
         with self._ordered(f"storing {len(copies)} chunks from"):

@@ -22,7 +22,7 @@ from maru_transfer.helpers import share
 from maru_transfer.host_library import HostLibrary, NativePages, unsupported
 from maru_transfer.host_views import NumpyPages
 from maru_transfer.layered import Arrival, Arrived, LoadThread, SteppedLoad
-from maru_transfer.plan import Piece, plan_pieces
+from maru_transfer.plan import Piece, plan_pieces, refuse_read_only
 from maru_transfer.tensors import group_layers
 
 #: Below this many bytes per transfer a second thread costs more than it brings.
@@ -91,9 +91,7 @@ class HostTransfer:
         """Pages to objects."""
         self._layers.settle()
         pieces = plan_pieces(self._paged, self._stored, block_ids, copies)
-        for number, copy in enumerate(copies):
-            if copy.buffer.readonly:
-                raise TransferError(f"copy {number} (chunk {copy.chunk}) stores into a read-only buffer")
+        refuse_read_only(copies)
         self._run(True, pieces, copies)
 
     def close(self) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
-from maru_transfer import build_info
 from maru_transfer.abi import ABI_VERSION, MOST_PLANES, geometry_of
+from maru_transfer.native_library import load_library
 from maru_transfer.plan import Piece
 
 LIBRARY: Final = "libmaru_copy.so"
@@ -66,25 +66,7 @@ class HostLibrary:
 
 def load(path: Path | None = None) -> HostLibrary | str:
     """The library beside this module, or that at ``path``; or why it cannot be used, with the remedy."""
-    place = path or Path(__file__).with_name(LIBRARY)
-    if not place.exists():
-        return _absent(place)
-    try:
-        library = ctypes.CDLL(str(place))
-        version = library.maru_copy_abi_version()
-        if version != ABI_VERSION:
-            return (
-                f"{place} has version {version} of the interface, this Maru needs {ABI_VERSION}: it is left over"
-                f" from another one; {REBUILD}"
-            )
-        return HostLibrary(library)
-    except (OSError, AttributeError) as error:  # for another processor, cut short, or something else
-        return f"{place} cannot be used: {error}; {REBUILD}"
-
-
-def _absent(place: Path) -> str:
-    report = build_info.read(place.parent, "copy")
-    return f"{place} does not exist: {report.why_not() or f'it was built, and removed since; {REBUILD}'}"
+    return load_library(path or Path(__file__).with_name(LIBRARY), "copy", ABI_VERSION, HostLibrary, REBUILD)
 
 
 class NativePages:

@@ -97,6 +97,13 @@ def extent(paged: PagedLayout) -> int:
     return last + 1
 
 
+def refuse_read_only(copies: Sequence[ChunkCopy]) -> None:
+    """Raises TransferError when a buffer that is to be stored into cannot be written."""
+    for number, copy in enumerate(copies):
+        if copy.buffer.readonly:
+            raise TransferError(f"copy {number} (chunk {copy.chunk}) stores into a read-only buffer")
+
+
 def plan_pieces(
     paged: PagedLayout, stored: ObjectLayout, block_ids: Sequence[int], copies: Sequence[ChunkCopy]
 ) -> list[Piece]:

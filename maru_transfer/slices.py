@@ -25,7 +25,7 @@ from maru_transfer.cuda_library import (
     Job,
 )
 from maru_transfer.flow import ALIGNMENT, Cutter, Shares
-from maru_transfer.plan import plan_pieces
+from maru_transfer.plan import plan_pieces, refuse_read_only
 
 #: (first byte, byte behind the last, locked): stretches of host memory that lie within one registration or in none.
 Spans = Sequence[tuple[int, int, bool]]
@@ -221,5 +221,4 @@ def is_plain(paged: PagedLayout, plane: PlaneStrides) -> bool:
 def writable(direction: int, copies: Sequence[ChunkCopy], readonly: Array) -> None:
     """Raises TransferError when a store has a buffer that cannot be written. ``readonly``: of each copy."""
     if direction == STORE and readonly.any():
-        number = int(readonly.argmax())
-        raise TransferError(f"copy {number} (chunk {copies[number].chunk}) stores into a read-only buffer")
+        refuse_read_only(copies)
