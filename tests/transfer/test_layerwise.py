@@ -478,6 +478,35 @@ def test_slices_that_are_copied_and_slices_that_are_not_are_of_one_load(driver, 
 
 
 @pytest.mark.parametrize("form", FORMATS)
+def test_layers_of_one_slice_share_an_event_and_loads_use_events_again(driver, form: str):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("maru_transfer.flow.LEAST_SLICE", 1 << 20)
+        check_events(driver, form)
+
+
+def check_events(driver: FakeDriver, form: str) -> None:
+    source, target = EVEN.engine("packed per head", 3), EVEN.engine("packed per head", None)
+    driver.hooks.fake_reset(1)
+    copies = copies_of(source, EVEN, form, wrap(driver, 1))
+    before = driver.hooks.fake_events()
+    stored, tuning = stored_as(target, 8, form), evolve(TIGHT, slot_bytes=1 << 14)
+    with closing(driver.transfer(layers_of(target), target.paged, stored, tuning, LayerwiseTransfer)) as transfer:
+        bound = driver.hooks.fake_events()
+        for _ in range(3):
+            load = transfer.begin_load(EVEN.block_ids, copies)
+            for layer in range(SIZE.L):
+                load.wait_layer(layer)
+            load.finish()
+            assert load.layers_done() == SIZE.L
+            transfer._thread.settle()
+            # Where pages may be touched; behind the first layer, alone in its slice, and behind all others.
+            assert driver.hooks.fake_events() - bound == 3
+    np.testing.assert_array_equal(target.memory, pages_after(EVEN, "packed per head", source, range(SIZE.L)))
+    assert driver.hooks.fake_events() == before
+    assert driver.counts()["misuses"] == 0
+
+
+@pytest.mark.parametrize("form", FORMATS)
 def test_what_orders_slices_is_no_more_than_needed(driver, form: str):
     """Each event costs a thread a microsecond, thousands of times a second."""
     case = Case(SIZE, 8, [6, 2, 3, 5], [(0, 0, 8), (1, 8, 16)])
@@ -560,6 +589,7 @@ MUTATIONS = {
         "pages->straight[turn] ? pages->placed[maru_slot_of(pages, slice)] : pages->placed",
     ),
     "copies of a slice that a kernel has moved": ("cuda_lanes.c", "  pages->batch.whole = 0;\n", ""),
+    "an event that two will use": ("cuda_layers.c", "layers->arrived[k] != last)", "layers->arrived[k] != NULL)"),
     "one pitch for both sides": (
         "cuda_batch.c",
         "copy.target_pitch = batch->targets[i + 1] - batch->targets[i];",
@@ -592,6 +622,8 @@ def test_what_catches_mistakes_finds_none_in_the_code_as_it_is(driver):
 def check_all(driver: FakeDriver, seeds: int = 40) -> None:
     for form, gap in product(FORMATS, (False, True)):
         check_folding(driver, form, gap=gap)
+    for form in FORMATS:
+        test_layers_of_one_slice_share_an_event_and_loads_use_events_again(driver, form)
     for seed, form in product(range(seeds), FORMATS):
         for way in ("staged, all at once", "staged in batches", "folded across registrations", "scattered in part"):
             for name in ("planes-first NHD", "packed per head"):
