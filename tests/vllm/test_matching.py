@@ -120,3 +120,43 @@ def test_a_request_that_goes_between_slices_gives_back_what_was_answered(monkeyp
     assert store.leases
     matcher.drop(state)
     assert not store.leases
+
+
+def test_a_question_that_is_given_up_is_taken_back() -> None:
+    """Whatever the server leases for it later is nobody's."""
+    store, handler, state = stored(0, CHUNKS)
+    now = [0.0]
+    matcher = Matcher(handler, chunk_tokens=CHUNK, block_size=BLOCK, lookup_timeout=1.0, clock=lambda: now[0])  # type: ignore[arg-type]
+    store.answer_after = 10**9
+    assert matcher.match(state, len(TOKENS), 0) is None
+    assert state.lookup is not None
+    pending = state.lookup.pending._pending
+    now[0] = 1.0
+    assert matcher.match(state, len(TOKENS), 0) == 0
+    assert pending is not None
+    assert pending.cancelled  # type: ignore[attr-defined]
+    store.answer_after = 0
+    assert matcher.match(state, len(TOKENS), 0) == 0, "a request asks once"
+    assert not store.leases
+
+
+def test_a_promise_of_a_server_that_is_gone_is_not_repeated() -> None:
+    """A lease ends with the server that gave it: what it covered would fail to load."""
+    store, handler, state = stored(0, CHUNKS)
+    matcher = Matcher(handler, chunk_tokens=CHUNK, block_size=BLOCK, lookup_timeout=1.0, clock=lambda: 0.0)  # type: ignore[arg-type]
+    assert matcher.match(state, len(TOKENS), 0) == CHUNKS * CHUNK
+    assert matcher.match(state, len(TOKENS), 0) == CHUNKS * CHUNK
+    store.epoch += 1
+    assert matcher.match(state, len(TOKENS), 0) == 0
+    assert state.hit is None
+    assert not store.leases
+
+
+def test_a_hit_behind_a_prefix_that_vllm_no_longer_has_is_given_back() -> None:
+    """It begins at the fourth chunk; nobody has the first three any more."""
+    store, handler, state = stored(0, CHUNKS)
+    matcher = Matcher(handler, chunk_tokens=CHUNK, block_size=BLOCK, lookup_timeout=1.0, clock=lambda: 0.0)  # type: ignore[arg-type]
+    assert matcher.match(state, len(TOKENS), 3 * CHUNK) == 2 * CHUNK
+    assert matcher.match(state, len(TOKENS), 3 * CHUNK - 1) == 0
+    assert state.hit is None
+    assert not store.leases
