@@ -28,6 +28,17 @@ def test_a_block_is_good_again_when_all_its_slots_were_written() -> None:
     assert bad.first_in([5, 7, 8]) is None
 
 
+def test_a_block_that_lacks_its_last_slot_is_bad_for_who_attends_to_that_slot() -> None:
+    bad = BadBlocks(16)
+    bad.add({7})
+    bad.overwrite([7], 0, 15)
+    assert bad.first_in([7], 15) is None
+    assert bad.first_in([7], 16) == 0
+    assert bad.first_in([7]) == 0
+    bad.overwrite([7], 15, 16)
+    assert bad.first_in([7]) is None
+
+
 def test_another_request_that_reuses_the_block_makes_it_good() -> None:
     """A freed block may come back at any place of another table."""
     bad = BadBlocks(16)

@@ -161,3 +161,29 @@ def test_what_was_computed_on_a_load_is_known_until_that_load_has_ended() -> Non
     world.tell(LoadResult(op.load_id, 2), bad=set(table[4:12]))
     assert pool.evicted == set(table[4:])
     assert world.side._loads.is_empty
+
+
+def chunks_of(ops: list[Any]) -> list[list[int]]:
+    return [list(op.chunks) for op in ops]
+
+
+def test_who_starts_over_stores_what_it_computes_in_each_life() -> None:
+    """What came out of the pool, or was stored, in an earlier life may be gone by then."""
+    world, name, table = Side(), request("a"), Table(1).blocks
+    op = world.load(name)
+    world.tell(LoadResult(op.load_id, CHUNKS))
+    world.side.after_alloc(name, Table(1), 0)
+    assert world.side.plan_stores(output(a=(table, CHUNKS * CHUNK, 8))) == [], "it came out of the pool"
+    for _ in range(2):
+        world.preempt("a")
+        stored = world.side.plan_stores(output(a=(table, 0, CHUNKS * CHUNK)))
+        assert chunks_of(stored) == [list(range(CHUNKS))]
+
+
+def test_who_attended_to_a_bad_block_stores_again_when_it_starts_over() -> None:
+    world, name = Side(), request("a")
+    world.side.match(name, 0)
+    world.tell(bad={1, 2})
+    assert world.side.plan_stores(output(a=([1, 2, 3, 4], 32, 32))) == []
+    world.preempt("a")
+    assert chunks_of(world.side.plan_stores(output(a=([5, 6, 7, 8], 0, 64)))) == [[0, 1]]
