@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -128,7 +129,7 @@ def test_the_rehearsal_has_the_same_proportions() -> None:
 
 
 def test_a_slow_server_is_judged_by_pairs_and_by_the_longest_wait() -> None:
-    plain = {"tpot_ms": 10.0, "longest_gap_ms": 20.0, "ttft": [0.2, 0.3], "cached": [0, 0]}
+    plain = {"tpot_ms": 10.0, "median_gap_ms": 8.0, "prompts_ms": 500.0, "ttft": [0.2, 0.3], "cached": [0, 0]}
     slow = {**plain, "tpot_ms": 10.4, "ttft": [0.2, 0.75], "resumed": 1.0}
 
     def bad(**more: object) -> list[str]:
@@ -138,7 +139,19 @@ def test_a_slow_server_is_judged_by_pairs_and_by_the_longest_wait() -> None:
     assert bad() == []
     assert bad(tpot_ms=30.0) == []
     assert bad(ttft=[0.2, 0.85]) == ["longest TTFT, slow server less without, s"]
-    assert bad(resumed=6.0) == ["until there are hits again, s"]
+    assert bad(resumed=2.1) == ["until there are hits again, s"]
+
+
+def test_a_slow_server_is_compared_only_while_both_engines_compute_the_same() -> None:
+    """Prompts that were cached, or computed when the other request had ended, are something else."""
+    decoding = answer(0.0, *(0.1 * number for number in range(1, 21)))
+    late, early = answer(0.5, 2.5), answer(0.5, 0.9)
+    found = slow_server.figures_of(Run([decoding, early], 2.0))
+    assert found["tpot_ms"] == pytest.approx(100.0)
+    assert found["prompts_ms"] == pytest.approx(100.0)
+    for others in ([early, late], [early, replace(early, cached=512)]):
+        with pytest.raises(SystemExit):
+            slow_server.figures_of(Run([decoding, *others], 3.0))
 
 
 def test_overhead_is_judged_by_pairs_and_by_the_slowest_of_all() -> None:
@@ -261,6 +274,15 @@ def test_answers_are_late_in_order_and_as_they_were(tmp_path: Path) -> None:
         while len(got) < 11:
             got += client.recv(100)
         assert got == b"firstsecond"
+        # Nor is anything quick before that has arrived.
+        way.delay = 0.3
+        began = time.monotonic()
+        client.sendall(b"last")
+        time.sleep(0.1)
+        way.delay = 0.0
+        way.settle()
+        assert time.monotonic() - began >= 0.3
+        assert client.recv(100) == b"last"
 
 
 def test_without_a_server_the_connection_is_closed(tmp_path: Path) -> None:
