@@ -118,7 +118,7 @@ def engine_arguments(scale: Scale, model: Path, transfer: Mapping[str, Any] | No
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
         "enable_prefix_caching": False,
-        "worker_extension_cls": "benchmarks.pages.Pages",
+        "worker_extension_cls": "benchmarks.watched.Watched",
         "kv_transfer_config": transfer,
         **scale.arguments,
     }

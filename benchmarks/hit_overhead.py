@@ -23,7 +23,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from benchmarks.gpu_engines import SMALL, write_model
 from benchmarks.offline import maru_server, scratch
 from benchmarks.online import SETTINGS, Ask, OnlineEngine, Run, cpu_environment, online_engine, with_settings
 from benchmarks.outcome import Bound, Least, Outcome, main
+from benchmarks.stages import milliseconds, told
 
 TOKENS, HIT, NEW, DOCUMENTS = 16_389, 16_384, 32, 8
 #: The smallest that the CPU takes.
@@ -140,12 +140,6 @@ def _add(found: Found, clients: int, run: Run) -> None:
     found.tpot.setdefault(clients, []).extend(answer.tpot for answer in run.answers)
 
 
-def milliseconds(seconds: Sequence[float]) -> str:
-    """Median and 95th percentile."""
-    ordered = sorted(seconds)
-    return f"{statistics.median(ordered) * 1e3:.1f} / {ordered[-(-len(ordered) * 95 // 100) - 1] * 1e3:.1f}"
-
-
 def judge(plain: Mapping[str, Found], bus: Found) -> Outcome:
     """The table and bounds."""
     own, maru = plain[OWN], plain[MARU]
@@ -178,43 +172,6 @@ def judge(plain: Mapping[str, Found], bus: Found) -> Outcome:
         for name, found in {**plain, BUS: bus}.items()
     }
     return Outcome(table, figures, bounds, [f"hits of {HIT} tokens, {NEW} new ones"])
-
-
-def stages(run: Run, watched: Mapping[str, Any]) -> list[list[str]]:
-    """Median milliseconds from each stage to the next, over requests."""
-    from benchmarks.hit_trace import STAGES
-
-    names = ["sent", *(stage.rstrip("*") for stage in STAGES), "received"]
-    by_number = {int(name.split("-")[1]): times for name, times in watched["stages"].items() if "-" in name}
-    gaps: dict[tuple[str, str], list[float]] = {}
-    for answer, number in zip(run.answers, _numbers(run, by_number), strict=True):
-        times = {**by_number[number], "sent": run.began + answer.sent, "received": run.began + answer.times[0]}
-        seen = [name for name in names if name in times]
-        for before, after in pairwise(seen):
-            gaps.setdefault((before, after), []).append(times[after] - times[before])
-    order = sorted(gaps, key=lambda pair: (names.index(pair[0]), names.index(pair[1])))
-    return [[f"{before} - {after}", milliseconds(gaps[before, after])] for before, after in order]
-
-
-def _numbers(run: Run, by_number: Mapping[int, Any]) -> list[int]:
-    """Requests are numbered as they are sent."""
-    order = sorted(range(len(run.answers)), key=lambda index: run.answers[index].sent)
-    found = [0] * len(order)
-    for number, index in zip(sorted(by_number), order, strict=True):
-        found[index] = number
-    return found
-
-
-def costs(watched: Mapping[str, Any]) -> list[list[str]]:
-    """Microseconds of vLLM's thread per hook."""
-    steps = len(watched["steps"])
-    lines = []
-    for name, (calls, seconds, longest) in watched["costs"].items():
-        each, most, per_step = (f"{value * 1e6:.1f}" for value in (seconds / calls, longest, seconds / steps))
-        lines.append([name, f"{calls / steps:.2f}", each, most, per_step])
-    total = sum(seconds for _, seconds, _ in watched["costs"].values())
-    lines.append(["all", "", "", "", f"{total / steps * 1e6:.1f}"])
-    return lines
 
 
 @contextmanager
@@ -261,13 +218,8 @@ def show(bench: Bench, options: argparse.Namespace) -> None:
     for clients in options.clients:
         for name in (OWN, MARU, BUS):
             bench.pace(options.load_ms / 1e3 if name == BUS else 0.0)
-            run, watched = bench.traced(clients, forget=name != OWN)
-            print(f"\n{clients} clients, {name}: ms, median / 95 %")
-            print("\n".join(f"  {name:24} {value}" for name, value in stages(run, watched)))
-            asked = statistics.mean(watched["asked"].values())
-            print(f"  asked {asked:.1f} times; {len(watched['steps'])} steps")
-            print(f"  {'hook':32} calls/step  us  longest us  us/step")
-            print("\n".join("  " + f"{line[0]:32} " + "  ".join(line[1:]) for line in costs(watched)))
+            print(f"\n{clients} clients, {name}")
+            print("\n".join(f"  {line}" for line in told(*bench.traced(clients, forget=name != OWN))))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -18,21 +18,6 @@ from maru_core.brake import Brake
 from maru_core.geometry import ChunkCopy
 from maru_transfer.prepared import prepare
 
-#: What is noted of a request, in this order when all goes well; those with a star only when it is loaded.
-STAGES = (
-    "arrived",
-    "asked",
-    "answered",
-    "queued*",
-    "begun*",
-    "copying*",
-    "copied*",
-    "proven*",
-    "told*",
-    "noticed*",
-    "scheduled",
-    "computed",
-)
 #: Hooks of the connector whose time is counted.
 HOOKS = (
     "get_num_new_matched_tokens",
@@ -129,7 +114,7 @@ class Cost:
 
 
 class Watch:
-    """Replaces methods until :meth:`end`."""
+    """Replaces methods until :meth:`end`. What is noted of a request: :data:`benchmarks.stages.STAGES`."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []

@@ -34,6 +34,7 @@ from benchmarks.gpu_engines import H200, REHEARSAL, Scale, engine_arguments, lmc
 from benchmarks.offline import cache_folder, maru_server, scratch
 from benchmarks.online import SETTINGS, Ask, OnlineEngine, Run, online_engine, with_settings
 from benchmarks.outcome import Bound, Least, Outcome, main
+from benchmarks.stages import told
 
 MARU, OTHER, NONE, PEERS = "maru", "maru-b", "none", ("offload256", "lmcache-mp")
 #: By clients: the median of TTFT over the best peer's.
@@ -67,6 +68,14 @@ class Bench:
         engine.forget()
         return run
 
+    def trace(self, name: str, documents: Sequence[Sequence[int]], clients: int) -> None:
+        """Once more, and where the time of these hits goes; only while engine and worker are one process."""
+        engine = self._engines[name]
+        engine.rpc("maru_watch")
+        run = engine.run([Ask(ids, self._scale.new) for ids in documents], clients)
+        say("\n  ".join([f"{name}, {clients} clients:", *told(run, engine.rpc("maru_watched"))]))
+        engine.forget()
+
     def empty(self) -> None:
         """Empty Maru's pool: whoever does not take part in a reset neither hits nor stores from then on."""
         for name, engine in self._engines.items():
@@ -96,6 +105,9 @@ class Bench:
                 f"{one['ttft_p95'] * 1e3:.1f}), per token {one['tpot'] * 1e3:.2f}, longest gap {one['gap'] * 1e3:.1f}, "
                 f"{one['rate']:.0f} tokens/s, cached {sorted({answer.cached for answer in run.answers})}"
             )
+
+        if self._options.trace and name not in (NONE, *PEERS):
+            self.trace(name, documents, clients)
 
     def check_bytes(self, name: str) -> dict[str, int]:
         """Two documents stored and loaded while every object is compared."""
@@ -301,6 +313,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pool", help="size of Maru's pool (default 40G)")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the engines' logs there")
     parser.add_argument("--no-bytes", dest="bytes", action="store_false", help="do not compare objects with pages")
+    parser.add_argument("--trace", action="store_true", help="once per group, show where the time of Maru's hits goes")
     parser.add_argument("--one-by-one", action="store_true", help="start engines one after the other")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model, without a GPU")
 

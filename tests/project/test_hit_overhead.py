@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.hit_overhead import DOCUMENTS, MARU, OWN, Found, ideal, judge, stages, used
+from benchmarks.hit_overhead import DOCUMENTS, MARU, OWN, Found, ideal, judge, used
 from benchmarks.online import Answer, Run
+from benchmarks.stages import stages, told
 from maru_core.brake import Brake
 from maru_core.geometry import ChunkCopy
 
@@ -65,6 +66,21 @@ def test_stages_belong_to_the_request_that_was_sent_as_their_number_says() -> No
     assert list(lines) == ["sent - arrived", "arrived - asked", "asked - computed", "computed - received"]
     assert lines["sent - arrived"] == "50.0 / 50.0"
     assert lines["computed - received"] == "100.0 / 100.0"
+    watched |= {
+        "asked": {"request-12-a": 2, "request-11-b": 1},
+        "steps": [[10.2, 1]] * 4,
+        "costs": {"hook": [8, 0.004, 0.001]},
+    }
+    shown = told(run, watched)
+    assert "asked 1.5 times, 4 steps" in shown
+    assert shown[-2].split() == ["hook", "2.00", "500.0", "1000.0", "1000.0"]
+
+
+def test_an_engine_of_several_processes_shows_that_not_everything_is_seen() -> None:
+    shown = told(
+        Run([answer(0.1, 0.5)], 1.0), {"stages": {}, "asked": {}, "steps": [], "costs": {"hook": [2, 0.1, 0.1]}}
+    )
+    assert shown[1] == "0 of 1 requests were seen"
 
 
 class Moves:

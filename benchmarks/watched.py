@@ -1,0 +1,10 @@
+"""Both extensions of vLLM's worker that serving benchmarks use, as one class."""
+
+from __future__ import annotations
+
+from benchmarks.hit_trace import HitTrace
+from benchmarks.pages import Pages
+
+
+class Watched(Pages, HitTrace):
+    """``worker_extension_cls="benchmarks.watched.Watched"``. vLLM wants no name twice that its worker has."""
