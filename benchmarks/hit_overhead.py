@@ -97,7 +97,7 @@ class Bench:
         """First sending, one after the other; then once from Maru, so that everything was touched."""
         self._engine.run(self._asks, 1)
         time.sleep(1.0)
-        self.send(DOCUMENTS, forget=True)
+        self.send(max(self._options.clients), forget=True)
 
     def both(self, repeats: int) -> dict[str, Found]:
         """Hits from Maru and in vLLM's own cache, in turn."""
