@@ -5,7 +5,7 @@ not is stopped, and the order within a pair alternates. First windows of request
 served, at the same times for both engines of a pair: exits with 1 when the tokens per second with Maru are below 97 %
 of those without (median of the pairs), or the 99th percentile of the time to the first token is over 105 %. Then single
 prompts of 3,080 tokens (populating an empty cache): exits with 1 when the time to the first token with Maru is over
-102 %.
+102 % (median of the pairs).
 
 With ``--clients N`` requests do not arrive at given times but when one of so many clients has its answer. Then it is
 chance which of them fall into the same step, and it decides more than Maru does: windows without it differ by a tenth.
@@ -86,6 +86,11 @@ def percentile(values: list[float], percent: int) -> float:
     return sorted(values)[max(0, -(-len(values) * percent // 100) - 1)]
 
 
+def of_pairs(maru: Sequence[float], plain: Sequence[float]) -> float:
+    """Median of what each pair's figure with Maru is to the one without: both of a pair met the same machine."""
+    return statistics.median(one / other for one, other in zip(maru, plain, strict=True))
+
+
 def measure(options: argparse.Namespace) -> Outcome:
     """Windows, then single prompts."""
     windows: dict[str, list[dict[str, Any]]] = {PLAIN: [], MARU: []}
@@ -124,11 +129,8 @@ def judge(windows: dict[str, list[dict[str, Any]]], singles: dict[str, list[floa
     for name, found in windows.items():
         rate = statistics.median(one["tokens_per_second"] for one in found)
         table.append([name, f"{rate:.0f}", f"{tails[name] * 1e3:.0f}", f"{statistics.median(singles[name]) * 1e3:.0f}"])
-    throughput = statistics.median(
-        one["tokens_per_second"] / other["tokens_per_second"]
-        for one, other in zip(windows[MARU], windows[PLAIN], strict=True)
-    )
-    populate = statistics.median(singles[MARU]) / statistics.median(singles[PLAIN])
+    throughput = of_pairs(*([one["tokens_per_second"] for one in windows[name]] for name in (MARU, PLAIN)))
+    populate = of_pairs(singles[MARU], singles[PLAIN])
     return Outcome(
         table,
         {"windows": windows, "singles": singles, "throughput": throughput, "tails": tails, "populate": populate},

@@ -167,6 +167,10 @@ def test_overhead_is_judged_by_pairs_and_by_the_slowest_of_all() -> None:
     assert judged(96.5, 1.06, 2.05) == [True, True, True]
 
 
+def test_slow_moments_that_both_of_a_pair_meet_do_not_count() -> None:
+    assert no_reuse_overhead.of_pairs([3.0, 2.0, 10.0], [2.0, 2.0, 10.0]) == 1.0
+
+
 def test_requests_of_a_window_arrive_at_the_same_times_for_both_engines() -> None:
     at = no_reuse_overhead.arrivals(3, 4.0)
     assert at == no_reuse_overhead.arrivals(3, 4.0) != no_reuse_overhead.arrivals(4, 4.0)
