@@ -106,3 +106,24 @@ def test_the_documentation_lists_every_hook_with_its_arguments() -> None:
     signatures = {f"{name}({', '.join(inspect.signature(hook).parameters)})" for name, hook in hooks.items()}
     assert set(re.findall(r"^\| `(maru_\w+\(.*?\))` \|", text, re.MULTILINE)) == signatures
     assert set(re.findall(r"def (maru_\w+)\(", text)) <= set(hooks)
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_points_to_is_there(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), f"{page}: {target}"
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles], anchor
+
+
+def test_the_index_names_every_page() -> None:
+    index = (ROOT / "docs/README.md").read_text()
+    assert set(re.findall(r"\]\(([\w-]+\.md)\)", index)) == {page.name for page in (ROOT / "docs").glob("*.md")} - {
+        "README.md"
+    }
