@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from maru_core.brake import Pull
 from maru_integrations.vllm.metadata import NO_ROOM, PREEMPTED, QUEUE_FULL, StoreOp
 from maru_integrations.vllm.savequeue import Saved, SaveQueue, StoreJob
 
@@ -80,15 +81,22 @@ class Stores(RuleBasedStateMachine):
             self.current = None
 
     @precondition(lambda self: self.is_copying)
-    @rule(reason=st.sampled_from(["", "", "", NO_ROOM]))
-    def end(self, reason: str) -> None:
+    @rule(reason=st.sampled_from(["", "", "", NO_ROOM]), cut=st.integers(0, 5))
+    def end(self, reason: str, cut: int) -> None:
+        """A copy that was told to stop may have made some of its copies; what it made is kept unless it is void."""
         job = self.current
         assert job is not None
         self.queue.end_copy(job)
         self.is_copying = False
-        void = job.void
-        reason = PREEMPTED if void else reason
-        kept = 0 if reason else len(job.piece)
+        kept = len(job.piece)
+        if job.op.store_id in self.lost:
+            kept = min(cut, kept)
+        if job.void:
+            kept = 0
+        if kept < len(job.piece):
+            reason = PREEMPTED
+        elif reason:
+            kept = 0
         self.kept[job.op.store_id] += kept
         self.heard(self.queue.moved(job, kept, reason))
         self.current = None
@@ -109,6 +117,11 @@ class Stores(RuleBasedStateMachine):
     def no_more_waits_than_may(self) -> None:
         waiting = [job for job in self.queue.jobs if job is not self.queue.jobs[0]]
         assert not waiting or self.queue.waiting_bytes <= LIMIT or self.queue.jobs[0].nbytes > LIMIT
+
+    @invariant()
+    def a_copy_is_told_to_stop_exactly_when_its_blocks_are_lost(self) -> None:
+        lost = self.is_copying and self.current is not None and self.current.op.store_id in self.lost
+        assert self.queue.pull() is (Pull.STOP if lost else Pull.GO_ON)
 
     def teardown(self) -> None:
         self.is_copying = False
