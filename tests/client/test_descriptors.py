@@ -53,7 +53,7 @@ note(lambda: h.store('c', b'3'))
 note(lambda: connect(connect_timeout=0.5))
 for descriptor in taken:
     os.close(descriptor)
-end = time.monotonic() + 10
+end = time.monotonic() + 30
 while time.monotonic() < end:
     try:
         found = h.retrieve('a')
@@ -71,7 +71,7 @@ def test_without_descriptors_calls_fail_like_any_other(folder: Folder, left: int
     """Whatever the number that is left: no other exception, and above all no abort by a library underneath."""
     settings = folder.settings(request_timeout=0.5, connect_timeout=30)
     process = folder.run(CODE.replace("SETTINGS", repr(settings)), str(left))
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=90)
     assert process.returncode == 0, (process.returncode, err)
     answers, found, stored = json.loads(out.strip().splitlines()[-1])
     assert not [answer for answer in answers if answer.startswith("raw")]
