@@ -61,6 +61,7 @@ static struct {
   uint64_t count;
 } calls[MOST_FUNCTIONS];
 static int live_events;
+static int maps_host = 1; /* kernels reach registered memory at the host's address */
 static int kernels[2][5]; /* store, width */
 
 /* Held until the end of the function. */
@@ -206,6 +207,7 @@ API int fake_events(void) { return live_events; }
 /* Whether the calling thread is as it was before it came: neither a context nor a mode is left behind. */
 API int fake_is_clean(void) { return !contexts && !capture_mode; }
 API void fake_clean(void) { contexts = capture_mode = 0; }
+API void fake_maps_host(int on) { maps_host = on; }
 API void fake_lazy(int on) {
   LOCKED;
   lazy = on;
@@ -243,6 +245,7 @@ API int cuDeviceGet(int *device, int number) { return *device = number, number ?
 API int cuDeviceGetAttribute(int *value, int attribute, int device) {
   (void)device;
   if (fails("cuDeviceGetAttribute")) return 999;
+  if (attribute == CU_DEVICE_HOST_POINTER_FOR_REGISTERED_) return *value = maps_host, 0;
   *value = attribute == CU_DEVICE_MAJOR_ ? 9 : attribute == CU_DEVICE_MINOR_ ? 0 : attribute == 16 ? 132 : 1;
   return 0;
 }

@@ -196,6 +196,15 @@ def test_where_a_kernel_would_need_narrow_accesses_there_are_copies(driver):
     assert in_pieces(driver, evolve(TIGHT, scattered=1), offset=8)["copies"] == 6
 
 
+def test_where_a_kernel_does_not_reach_host_memory_there_are_copies(driver):
+    driver.hooks.fake_maps_host(0)
+    try:
+        assert in_pieces(driver, evolve(TIGHT, scattered=1))["copies"] == 6
+        assert in_pieces(driver, evolve(TIGHT, mapped_bytes=1 << 40, scattered=1))["copies"] == 6
+    finally:
+        driver.hooks.fake_maps_host(1)
+
+
 def test_copies_that_are_folded_count_as_one(driver):
     """Whole chunks whose rows lie at one distance; two of them are short of a token, at another one."""
     for scattered, copies in ((2, 0), (3, 2)):
