@@ -6,8 +6,8 @@ from attrs import define, field, frozen
 
 
 @frozen
-class _Waiting:
-    """A request that has arrived. ``blocks`` that it will need at least, 0 when the pool was not asked for it."""
+class _Asked:
+    """A request that the pool was asked for. ``blocks`` that it will need at least."""
 
     since: float
     blocks: int
@@ -28,37 +28,39 @@ class Ahead:
     most_blocks: int
     most: int = 16
     seconds: float = 1.0
-    _waiting: dict[str, _Waiting] = field(factory=dict, init=False)
-    _asked: int = field(default=0, init=False)
+    #: Everybody whose turn has not come.
+    _line: set[str] = field(factory=set, init=False)
+    #: Those of them who were asked for and are not old, in the order of their arrival.
+    _asked: dict[str, _Asked] = field(factory=dict, init=False)
 
     @property
     def blocks(self) -> int:
         """Blocks of all who were asked for."""
-        return sum(waiting.blocks for waiting in self._waiting.values())
+        return sum(asked.blocks for asked in self._asked.values())
 
     @property
     def may_ask(self) -> bool:
         """Whether the pool may be asked for the next one to arrive."""
-        return len(self._waiting) == self._asked < self.most and self.blocks < self.most_blocks
+        return len(self._line) == len(self._asked) < self.most and self.blocks < self.most_blocks
 
     def add(self, request_id: str, blocks: int, now: float) -> None:
         """The newest request; ``blocks`` is 0 when the pool was not asked for it, whatever it needs."""
-        self._waiting[request_id] = _Waiting(now, blocks)
-        self._asked += blocks > 0
+        self._line.add(request_id)
+        if blocks:
+            self._asked[request_id] = _Asked(now, blocks)
 
     def leave(self, request_id: str) -> None:
         """The request's turn has come, or it is gone. Idempotent."""
-        waiting = self._waiting.pop(request_id, None)
-        if waiting is not None and waiting.blocks:
-            self._asked -= 1
+        self._line.discard(request_id)
+        self._asked.pop(request_id, None)
 
     def take_old(self, now: float) -> list[str]:
-        """Who has waited for too long, each once: what was asked for them counts no more."""
+        """Whose answer has become too old, each once: from now on they were not asked for, and stay in line."""
         old = []
-        for request_id, waiting in self._waiting.items():
-            if now - waiting.since < self.seconds:
+        for request_id, asked in self._asked.items():
+            if now - asked.since < self.seconds:
                 break
             old.append(request_id)
         for request_id in old:
-            self.leave(request_id)
+            del self._asked[request_id]
         return old

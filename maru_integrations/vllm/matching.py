@@ -91,10 +91,15 @@ class Matcher:
         hit.tokens = max(0, min((hit.first_chunk + hit.chunks) * self._chunk, cap) - local)
         return hit.tokens
 
-    def ask(self, state: RequestState, num_tokens: int, local: int) -> bool:
-        """Send the question that :meth:`match` will look for the answer to; whether there is one."""
+    def ask(self, state: RequestState, num_tokens: int, local: int) -> bool | None:
+        """Send the question that :meth:`match` will look for the answer to; whether it was sent.
+
+        ``None``: there is nothing to ask for. That holds only as long as vLLM's own prefix is not shorter.
+        """
         cap = (num_tokens - 1) // self._block * self._block
-        if state.chain is None or state.asked or local >= cap or self._breaker.is_open:
+        if state.chain is None or not self._chunks(num_tokens, local, cap):
+            return None
+        if state.asked or self._breaker.is_open:
             return False
         try:
             return self._ask(state, num_tokens, local, cap)
@@ -126,6 +131,8 @@ class Matcher:
                 state.passed_over = True
                 self._count("lookups_skipped")
             return None
+        # Asked when the request arrived: now it is looked for first.
+        early = state.lookup is not None and not state.lookup.polled
         try:
             if state.lookup is None and not self._ask(state, num_tokens, local, cap):
                 return None
@@ -135,9 +142,15 @@ class Matcher:
         except MaruError as error:
             self._log.debug("maru.lookup_failed", request=state.request.request_id, reason=str(error))
             state.lookup = None
+            if early:
+                # A server that restarted while the request stood in line has kept what it had.
+                return self._look_up(state, num_tokens, local, cap)
             state.asked = True
             return None
         if lease is None:
+            if early and lookup.pending.slices > 1:
+                # It did answer. The time in line is not to be taken from the other slices.
+                lookup.wait = self._new_wait()
             if not lookup.wait.is_over(self._clock()):
                 return None
             # Of a long prompt the server may have answered a part in time.
@@ -196,24 +209,32 @@ class Matcher:
         assert chain is not None
         if not self._handler.is_up:
             return False
-        first = local // self._chunk
-        end = min(num_tokens // self._chunk, -(-cap // self._chunk))
-        if end <= first:
-            state.asked = True
+        chunks = self._chunks(num_tokens, local, cap)
+        if not chunks:
             return False
 
         def keys(first: int, end: int) -> Sequence[bytes]:
             chain.extend(state.request.all_token_ids, end * self._chunk)
             return chain.object_keys(first, end)
 
-        state.lookup = self._submit(keys, first, end)
+        state.lookup = self._submit(keys, chunks.start, chunks.stop)
         return True
 
+    def _chunks(self, num_tokens: int, local: int, cap: int) -> range:
+        """Whole chunks that could help."""
+        if local >= cap:
+            return range(0)
+        return range(local // self._chunk, min(num_tokens // self._chunk, -(-cap // self._chunk)))
+
     def _submit(self, keys: Callable[[int, int], Sequence[bytes]], first: int, end: int) -> Lookup:
-        now = self._clock()
+        wait = self._new_wait()
         question = Question(self._handler, keys, first, end, self._objects, self._clock)
         self._count("lookups")
-        return Lookup(question, first, Wait(now + self._timeout, now))
+        return Lookup(question, first, wait)
+
+    def _new_wait(self) -> Wait:
+        now = self._clock()
+        return Wait(now + self._timeout, now)
 
     def _alive(self, lease: Lease) -> bool:
         return self._handler.holds(lease.epoch)

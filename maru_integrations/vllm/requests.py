@@ -64,6 +64,11 @@ class RequestState:
     failed: bool = False
     tainted: bool = False
 
+    @property
+    def has_kv(self) -> bool:
+        """Whether something was computed or loaded for it in this life."""
+        return bool(self.blocks or self.known) or self.failed
+
     def start_over(self) -> None:
         """Forget what depends on blocks: they were taken away (preemption)."""
         self.blocks = []

@@ -87,12 +87,13 @@ class MaruScheduler:
         if not self._settings.loads or self._block_pool is None or not support.reads_prefix_cache(request):
             return
         state, tokens = self._state(request), request.num_tokens
-        blocks, asked = -(-tokens // self._settings.block_size), False
+        blocks = -(-tokens // self._settings.block_size)
+        asked: bool | None = False
         # Who will wait for blocks asks nothing.
         if self._ahead.may_ask and (not self._settings.parks or self._parking.has_room(blocks, self._ahead.blocks)):
             local = compat.own_prefix(self._block_pool, request, self._settings.block_size)
             asked = self._resets.caught_up() and self._matcher.ask(state, tokens, local)
-        if asked or (state.chain is not None and not state.asked):
+        if asked is not None and state.chain is not None:
             self._ahead.add(str(request.request_id), blocks if asked else 0, self._clock())
 
     def match(self, request: Any, local: int) -> tuple[int | None, bool]:
@@ -400,10 +401,11 @@ class MaruScheduler:
 
     def reset(self) -> bool:
         """Empty this namespace for everybody; False when the server could not be told yet: see :class:`Resets`."""
-        for state in self._states.values():
+        for request_id, state in self._states.items():
             self._matcher.drop(state)
             state.asked = False
-            state.tainted = True
+            if state.has_kv or self._loads.of(request_id) is not None:
+                state.tainted = True
         self._stores.forget_keys()
         return self._resets.reset()
 

@@ -204,10 +204,10 @@ class Line(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.25, 0.5, 1.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        old = [name for name, (since, _) in self.model.items() if self.now - since >= 1.0]
+        old = [name for name, (since, held) in self.model.items() if held and self.now - since >= 1.0]
         assert self.ahead.take_old(self.now) == old
         for name in old:
-            del self.model[name]
+            self.model[name] = (self.model[name][0], 0)
 
     @invariant()
     def counts(self) -> None:

@@ -1,0 +1,143 @@
+"""What may happen between a request's arrival, when the pool is asked, and its turn, when the answer is used."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from maru_core.errors import StaleEpoch
+from maru_integrations.vllm import questions
+from tests.vllm.fake_store import FakeStore
+from tests.vllm.mini_engine import CHUNK, Engine, reference
+from tests.vllm.test_connector import keys_of, prompt, settled, warm
+
+EngineOn = Callable[..., Engine]
+
+
+class Void:
+    """A question to a server that has restarted since."""
+
+    def poll(self, timeout: float = 0.0) -> Any:
+        raise StaleEpoch("injected: it restarted")
+
+    def cancel(self) -> None:
+        """Nothing is held."""
+
+
+def busy(engine_on: EngineOn, store: FakeStore, **options: Any) -> Engine:
+    """One request has the engine to itself."""
+    engine = engine_on(store, max_seqs=1, **options)
+    engine.add("first", prompt(100, 9), max_tokens=30)
+    engine.step()
+    return engine
+
+
+@pytest.mark.parametrize("extra", [{}, {"maru_async_load": True}], ids=["sync", "parked"])
+def test_who_has_computed_nothing_before_a_reset_is_stored(engine_on: EngineOn, extra: dict[str, Any]) -> None:
+    """All of its KV comes from the new weights."""
+    store, tokens = FakeStore(), prompt(200)
+    engine = busy(engine_on, store, extra=extra)
+    engine.add("b", tokens)
+    assert engine.side.reset_cache()
+    engine.run()
+    assert engine.answers["b"] == reference(tokens, 3)
+    assert all(key in store.objects for key in keys_of(engine, tokens))
+    assert not any(key in store.objects for key in keys_of(engine, prompt(100, 9))), "older than the reset"
+    settled(engine, 63)
+
+
+@pytest.mark.parametrize(("length", "own"), [(104, 104), (120, 100), (200, 200)])
+def test_a_prefix_that_left_nothing_to_ask_for_may_be_lost(engine_on: EngineOn, length: int, own: int) -> None:
+    """vLLM had all whole chunks of the prompt itself when it arrived, and has none of them when its turn comes."""
+    store, tokens = FakeStore(), prompt(length)
+    warm(engine_on, store, tokens)
+    engine = engine_on(store)
+    engine.add("a", tokens[:own], max_tokens=1)
+    engine.run()
+    engine.add("b", tokens)
+    assert engine.scheduler.reset_prefix_cache()
+    engine.run()
+    assert engine.external["b"] == length // CHUNK * CHUNK
+    settled(engine, 63)
+
+
+def test_prompts_that_vllm_holds_itself_do_not_stand_in_line(engine_on: EngineOn) -> None:
+    """Nothing is asked for them; those that come behind them are not kept from being asked for."""
+    store = FakeStore()
+    engine = engine_on(store)
+    engine.add("a", prompt(128), max_tokens=1)
+    engine.run()
+    for length in (112, 120, 128):
+        store.lookups = 0
+        engine.add(f"again{length}", prompt(length))
+        engine.add(f"other{length}", prompt(100, length))
+        assert store.lookups == 1
+        engine.run()
+    settled(engine, 63)
+
+
+def test_time_in_line_is_not_taken_from_a_long_prompt(engine_on: EngineOn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first slice was answered at once; the others are asked for in its turn, after the time for a look-up."""
+    monkeypatch.setattr(questions, "MAX_CHUNKS", 2)
+    store, tokens, now = FakeStore(), prompt(300), 0.0
+    warm(engine_on, store, tokens)
+    engine = busy(engine_on, store, extra={"maru_lookup_timeout": 0.2})
+    assert engine.side._scheduler is not None
+    ticks = itertools.count()
+    # A step's millisecond is over after one slice.
+    monkeypatch.setattr(engine.side._scheduler._matcher, "_clock", lambda: now + next(ticks) * 0.0004)
+    engine.add("b", tokens)
+    while "first" in engine.scheduler.requests:
+        engine.step()
+    now = 0.5
+    store.answer_after = 1  # later than the step waits for
+    lookup = engine.side._scheduler._states["b"].lookup
+    assert lookup is not None
+    lookup.pending._pending.polls = 1  # type: ignore[union-attr]  # that one is there
+    for _ in range(100):
+        engine.step()
+        now += 0.01
+        if not engine.scheduler.has_unfinished_requests():
+            break
+    engine.run()
+    assert engine.external["b"] == 288
+    settled(engine, 63)
+
+
+def test_a_server_that_restarted_while_a_request_stood_in_line_is_asked_again(engine_on: EngineOn) -> None:
+    """It has kept everything. What was asked before is void."""
+    store, tokens = FakeStore(), prompt(200)
+    warm(engine_on, store, tokens)
+    engine = busy(engine_on, store)
+    engine.add("b", tokens)
+    assert engine.side._scheduler is not None
+    lookup = engine.side._scheduler._states["b"].lookup
+    assert lookup is not None
+    lookup.pending._pending = Void()  # type: ignore[assignment]
+    engine.run()
+    assert engine.external["b"] == 192
+    settled(engine, 63)
+
+
+def test_nobody_is_asked_for_behind_a_long_line(engine_on: EngineOn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the line has stood there."""
+    store, now = FakeStore(), 0.0
+    engine = busy(engine_on, store)
+    scheduler = engine.side._scheduler
+    assert scheduler is not None
+    monkeypatch.setattr(scheduler, "_clock", lambda: now)
+    for number in range(20):
+        engine.add(f"r{number}", prompt(40, 20 + number), max_tokens=1)
+    assert store.lookups == 17
+    engine.step()
+    now = 2.0
+    engine.step()
+    engine.add("late", prompt(40, 77), max_tokens=1)
+    assert store.lookups == 17
+    engine.run(2000)
+    settled(engine, 63)
