@@ -15,7 +15,9 @@ from maru_core.server import requests
 from maru_core.server.directory import Directory
 from maru_core.server.index import KeyIndex
 from maru_core.server.namespaces import NamespaceState
+from maru_core.server.orphans import Orphans
 from maru_core.server.requests import Refusal
+from maru_core.server.reservations import Reserved, keys_of
 from maru_core.server.sessions import AcquireUndo, ReserveUndo, Session
 from maru_core.server.steps import DELETE_SLICE, MIXED_SLICE, SLICE, Steps
 
@@ -105,27 +107,25 @@ class Operations:
         sizes = requests.lengths(length, total)
         width = SLICE if type(sizes) is int else MIXED_SLICE
         statuses, entries, generations = bytearray(), array("I"), array("I")
+        orphans = Orphans()
         for at in range(0, total, width):
             count = min(width, total - at)
-            if weights_epoch != session.namespace.weights_epoch:
-                statuses += bytes([ReserveStatus.REFUSED]) * count
-                entries.extend([NO_ENTRY] * count)
-                generations.extend([0] * count)
+            packed = requests.column_slice(keys, at, count)
+            if not chain:
+                before = requests.column_slice(parents, at, count)
             else:
-                part_parents: tuple[bytes, ...]
-                if chain:
-                    part_parents = (parents if at == 0 else keys[(at - 1) * KEY_SIZE : at * KEY_SIZE],)
-                else:
-                    part_parents = requests.key_slice(parents, at, width)
-                part_sizes = sizes if type(sizes) is int else sizes[at : at + width]  # type: ignore[index]
-                packed = requests.column_slice(keys, at, width)
-                got = self._directory.reserve(session, (), part_parents, part_sizes, packed)
-                if total > width:
-                    statuses += got[0]
-                    entries += got[1]
-                    generations += got[2]
-                else:
-                    statuses, entries, generations = got
+                before = parents if at == 0 else keys[(at - 1) * KEY_SIZE : at * KEY_SIZE]
+            part_sizes = sizes if type(sizes) is int else sizes[at : at + count]  # type: ignore[index]
+            if weights_epoch != session.namespace.weights_epoch:
+                got = _nowhere(ReserveStatus.REFUSED, count)
+            else:
+                got = self._reserve(session, packed, before, part_sizes, orphans)
+            if total > width:
+                statuses += got[0]
+                entries += got[1]
+                generations += got[2]
+            else:
+                statuses, entries, generations = got
             if at + width < total:
                 yield
                 if not self._go_on(session, request):
@@ -138,6 +138,26 @@ class Operations:
         if mine[0]:
             session.remember(request, ReserveUndo(*mine))
         return [statuses, entries.tobytes(), generations.tobytes()]
+
+    def _reserve(
+        self, session: Session, keys: bytes, parents: bytes, length: int | Sequence[int], orphans: Orphans
+    ) -> Reserved:
+        """One slice: see :class:`Orphans` for those that nothing is reserved for."""
+        counters = self._directory.counters
+        elders = keys_of(parents)
+        skipped = 0 if orphans.is_empty else orphans.leading(keys_of(keys), elders)
+        nowhere = _nowhere(ReserveStatus.NO_ROOM, skipped)
+        counters[orphans.reason] += skipped
+        rest = keys[skipped * KEY_SIZE :]
+        if not rest:
+            return nowhere
+        sizes = length if type(length) is int else length[skipped:]  # type: ignore[index]
+        over_quota = counters["skipped_over_quota"]
+        got = self._directory.reserve(session, (), elders[skipped:], sizes, rest)
+        if ReserveStatus.NO_ROOM in got[0]:
+            reason = "skipped_over_quota" if counters["skipped_over_quota"] > over_quota else ""
+            orphans.note(keys_of(rest), got[0], reason)
+        return (nowhere[0] + got[0], nowhere[1] + got[1], nowhere[2] + got[2]) if skipped else got
 
     def _give_back(self, session: Session, entries: array[int], generations: array[int]) -> Generator[None, None, None]:
         for at in range(0, len(entries), SLICE):
@@ -297,6 +317,11 @@ class Operations:
         begun = {namespace.digest: namespace.weights_epoch + 1 for namespace in namespaces}
         self._weights.save(self._directory.namespaces.epochs() | begun)
         return [self._directory.reset(namespace, namespace.weights_epoch) for namespace in namespaces]
+
+
+def _nowhere(status: ReserveStatus, count: int) -> Reserved:
+    """The answer for keys of which nothing is reserved."""
+    return bytearray([status]) * count, array("I", [NO_ENTRY]) * count, array("I", [0]) * count
 
 
 def _taken(statuses: bytearray, entries: array[int], generations: array[int]) -> tuple[array[int], array[int]]:

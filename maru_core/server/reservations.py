@@ -14,6 +14,7 @@ from maru_core.server.headers import chain_pairs, pairs_of
 from maru_core.server.holdings import EntrySet
 from maru_core.server.index import tags_of
 from maru_core.server.objects import FREE, READY, Objects, Postponed
+from maru_core.server.orphans import Orphans
 from maru_core.server.room import Room
 from maru_core.server.sessions import Session
 from maru_core.server.steps import SLICE
@@ -59,14 +60,26 @@ class Reservations:
         entries = array("I", [NO_ENTRY]) * count
         generations = array("I", bytes(4 * count))
         lengths: Sequence[int] = [length] * count if type(length) is int else length  # type: ignore[assignment]
+        orphans = Orphans()
         for size, places in self._sort(session, keys, found, lengths, statuses):
             part_keys = [keys[at] for at in places]
-            part_parents = [parents[at] for at in places] if parents else ()
+            part_parents = [parents[at] for at in places] if parents else []
+            skipped = orphans.leading(part_keys, part_parents)
+            if skipped:
+                self._counters[orphans.reason] += skipped
+                for at in places[:skipped]:
+                    statuses[at] = ReserveStatus.NO_ROOM
+                places, part_keys, part_parents = places[skipped:], part_keys[skipped:], part_parents[skipped:]
+                if not places:
+                    continue
+            over_quota = self._counters["skipped_over_quota"]
             part = b"".join(part_keys)
             got = self._reserve_new(session, part_parents, size, part, tags_of(part))
             self._postponed.settle()
             for at, status, entry, generation in zip(places, *got, strict=True):
                 statuses[at], entries[at], generations[at] = status, entry, generation
+            over = self._counters["skipped_over_quota"] > over_quota
+            orphans.note(part_keys, got[0], "skipped_over_quota" if over else "")
         return statuses, entries, generations
 
     def _sort(
