@@ -9,6 +9,7 @@ from maru_core import logs
 from maru_core.client import Lease, MaruHandler
 from maru_core.errors import MaruError
 from maru_core.pool_format import KEY_SIZE
+from maru_core.protocol import Presence
 from maru_integrations.vllm.breaker import Breaker
 from maru_integrations.vllm.questions import Question
 from maru_integrations.vllm.requests import Hit, Lookup, RequestState
@@ -162,6 +163,10 @@ class Matcher:
             self._count("lookups_late")
             self._log.warning("maru.lookup_late", request=state.request.request_id, seconds=self._timeout)
             return None
+        if early and Presence.BUSY in lease.statuses:
+            # There, but this session had leased its share for those before it, who may have given it back.
+            self._handler.release(lease)
+            return self._look_up(state, num_tokens, local, cap)
         state.asked = True
         chunks = self._usable(lease)
         if chunks == 0:

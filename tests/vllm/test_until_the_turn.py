@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 pytest.importorskip("vllm")
 
+from maru_core.client import Lease
 from maru_core.errors import StaleEpoch
+from maru_core.protocol import Presence
 from maru_integrations.vllm import questions
-from tests.vllm.fake_store import FakeStore
+from tests.vllm.fake_store import FakeHandler, FakePending, FakeStore
 from tests.vllm.mini_engine import CHUNK, Engine, reference
 from tests.vllm.test_connector import keys_of, prompt, settled, warm
 
@@ -140,4 +143,44 @@ def test_nobody_is_asked_for_behind_a_long_line(engine_on: EngineOn, monkeypatch
     engine.add("late", prompt(40, 77), max_tokens=1)
     assert store.lookups == 17
     engine.run(2000)
+    settled(engine, 63)
+
+
+class Sharing(FakeHandler):
+    """Answers at once, and leases so many objects at a time at most."""
+
+    most = 6
+
+    def submit_acquire(self, keys: Sequence[bytes], **options: Any) -> FakePending:
+        pending = Answered(self.store, super().submit_acquire(keys, **options).keys)
+        lease = FakePending.poll(pending)
+        assert lease is not None
+        if sum(len(taken) for taken in self.store.leases.values()) > self.most:
+            self.release(lease)
+            lease = evolve(lease, ids=(), statuses=bytes([Presence.BUSY]) * len(lease.keys))
+        pending.lease = lease
+        return pending
+
+
+class Answered(FakePending):
+    lease: Lease
+
+    def poll(self, timeout: float = 0.0) -> Lease | None:
+        return self.lease
+
+    def cancel(self) -> None:
+        for lease_id in self.lease.ids:
+            self.store.release(lease_id)
+
+
+def test_what_others_before_it_leased_is_no_miss_when_they_are_done(engine_on: EngineOn) -> None:
+    """On arrival the share of the pool that one session may lease was theirs."""
+    store = FakeStore()
+    prompts = {f"r{number}": prompt(200, number) for number in range(1, 4)}
+    warm(engine_on, store, *prompts.values())
+    engine = engine_on(store, max_seqs=1, handler=Sharing)
+    for name, tokens in prompts.items():
+        engine.add(name, tokens)
+    engine.run()
+    assert engine.external == dict.fromkeys(prompts, 192)
     settled(engine, 63)
