@@ -184,3 +184,27 @@ def test_what_others_before_it_leased_is_no_miss_when_they_are_done(engine_on: E
     engine.run()
     assert engine.external == dict.fromkeys(prompts, 192)
     settled(engine, 63)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("lost", [False, True], ids=["loaded", "failed"])
+def test_who_was_parked_before_a_reset_is_not_stored(engine_on: EngineOn, steps: int, lost: bool) -> None:
+    """What was loaded for it, or what it has of vLLM's own, is older, whatever has become of the load by then."""
+    store, tokens = FakeStore(), prompt(200)
+    warm(engine_on, store, tokens)
+    engine = engine_on(store, extra={"maru_async_load": True}, budget=32)
+    engine.add("a", tokens[:40], max_tokens=1)
+    engine.run()
+    if lost:
+        store.lost.update(store.by_entry)
+    engine.add("b", tokens)
+    for _ in range(steps):
+        engine.step()
+    assert engine.external["b"]
+    assert engine.side.reset_cache()
+    store.lost.clear()
+    engine.run()
+    assert engine.answers["b"] == reference(tokens, 3)
+    assert not any(key in store.objects for key in keys_of(engine, tokens))
+    engine.poisoned.clear()
+    settled(engine, 63)
