@@ -104,6 +104,19 @@ def server_pid(runtime: Path) -> int:
     return int(json.loads((runtime / "server.json").read_text())["pid"])
 
 
+def ask_linked(engine: Served, ids: list[int], forget: bool = False) -> Any:
+    """An answer; once more when the link was down meanwhile.
+
+    On a machine that stands still for a second the server does not answer in time, and a miss is right.
+    """
+    before = engine.notes.count("maru link down")
+    answer = engine.ask(ids, forget=forget)
+    if answer["cached"] != [0] or engine.notes.count("maru link down") == before:
+        return answer
+    time.sleep(2)
+    return engine.ask(ids, forget=True)
+
+
 def test_a_prefix_is_shared_across_engines(
     engines: tuple[Served, Served], prompts: dict[str, list[int]], reference: dict[str, list[int]]
 ) -> None:
@@ -112,10 +125,10 @@ def test_a_prefix_is_shared_across_engines(
     cold = one.ask(prompts["first"])
     assert cold["cached"] == [0]
     assert cold["answers"][0] == reference["first"]
-    other = two.ask(prompts["second"])
+    other = ask_linked(two, prompts["second"])
     assert other["cached"] == [4 * CHUNK], one.notes + two.notes
     assert other["answers"][0] == reference["second"]
-    same = two.ask(prompts["first"], forget=True)
+    same = ask_linked(two, prompts["first"], forget=True)
     assert same["cached"] == [4 * CHUNK], two.notes
     assert same["answers"][0] == reference["first"]
     assert same["external"] == 2 * 4 * CHUNK
@@ -127,7 +140,7 @@ def test_a_prompt_of_whole_chunks_is_shared(
     """Everything but the last block comes from the pool."""
     one, two = engines
     assert one.ask(prompts["whole"])["answers"][0] == reference["whole"]
-    warm = two.ask(prompts["whole"])
+    warm = ask_linked(two, prompts["whole"])
     assert warm["cached"] == [2 * CHUNK - 128], two.notes
     assert warm["answers"][0] == reference["whole"]
 
@@ -207,7 +220,7 @@ def test_the_server_is_killed_while_engines_work(
     assert server_pid(runtime) != killed
     time.sleep(2)
     for engine in (one, two):
-        warm = engine.ask(prompts["second"], forget=True)
+        warm = ask_linked(engine, prompts["second"], forget=True)
         assert warm["cached"] == [4 * CHUNK], one.notes + two.notes
         assert warm["answers"][0] == reference["second"]
     assert "recovered" in (runtime / "server.log").read_text()
