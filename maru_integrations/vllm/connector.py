@@ -264,8 +264,10 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for this layer of requests that went on before all of it was loaded."""
-        if self._worker is not None:
-            self._guard.run("wait_layer", lambda: None, self._worker.wait_layer, layer_name)
+        # Called dozens of times in each step, by code that has been idle for long.
+        worker = self._worker
+        if worker is not None and worker.waits_by_layer:
+            self._guard.run("wait_layer", lambda: None, worker.wait_layer, layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Stores are done in one piece, in ``wait_for_save``."""

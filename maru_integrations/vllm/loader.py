@@ -43,6 +43,11 @@ class LoaderSettings:
     num_layers: int = 0
     log_timing: bool = False
 
+    @property
+    def releases_early(self) -> bool:
+        """Whether requests may go on before all of their layers are there."""
+        return 0 < self.release_after < self.num_layers
+
 
 @frozen(eq=False)
 class _Ahead:
@@ -191,7 +196,7 @@ class Loader:
             self.poll()
 
     def _early(self, op: LoadOp) -> bool:
-        return op.overlap and 0 < self._settings.release_after < self._settings.num_layers
+        return op.overlap and self._settings.releases_early
 
     def _set_brake(self) -> None:
         self._brake.pull = self._queue.pull(self._clock())

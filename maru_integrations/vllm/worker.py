@@ -95,6 +95,8 @@ class MaruWorker:
         self._hooks = LayerHooks(layer_names)
         self._loader: Loader | None = None
         self._saver: Saver | None = None
+        #: Whether a step may have to wait before a layer: only then does anybody need to be told of each.
+        self.waits_by_layer = threads is not None and threads.loads is not None and threads.loads.releases_early
         if threads is not None and threads.loads is not None:
             self._loader = Loader(
                 self.connect, shape, answers, threads.lane(), threads.loads, on_late_failure=self._failed_late
