@@ -48,15 +48,15 @@ class Tuning:
 
     slot_bytes: int = 32 << 20
     slots: int = 2
-    window: int = 8
-    burst: int = 6
+    window: int = 16
+    burst: int = 12
     grid: int = 16
     direct_bytes: int = 2 << 20
     mapped_bytes: int = 4 << 20
     one_by_one: bool = False
     fold: int = 3
     scattered: int = 8
-    scattered_grid: int = 4
+    scattered_grid: int = 8
 
 
 class Memory(Protocol):
