@@ -68,8 +68,11 @@ class Saved:
 class SaveQueue:
     """At most one store is being worked on. Methods say which stores ended by them; none ends twice.
 
-    ``limit``: bytes that may wait. A store that would exceed it is dropped, unless nothing else waits: what came before
-    is the head of its prefix and worth more than what comes behind it.
+    ``limit``: bytes that may wait behind the first one, which is being worked on or will be at once. A store that would
+    exceed it is dropped, unless nothing else waits: what came before is the head of its prefix and worth more than what
+    comes behind it. The first does not count because its time is not the bus's: it waits for the step that computes
+    what it stores, two steps of a long prefill where they are scheduled asynchronously, and by then the next prompt is
+    complete.
     """
 
     def __init__(self, limit: int) -> None:
@@ -83,12 +86,12 @@ class SaveQueue:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of all stores that have not ended."""
-        return sum(job.nbytes for job in self._jobs)
+        """Bytes of all stores behind the first."""
+        return sum(job.nbytes for job in self._jobs[1:])
 
     def add(self, op: StoreOp, fence: Any, weights_epoch: int, cuts: tuple[int, ...], nbytes: int) -> list[Saved]:
         """Queue a store of at least one piece, or drop it."""
-        if self._jobs and self.waiting_bytes + nbytes > self._limit:
+        if len(self._jobs) > 1 and self.waiting_bytes + nbytes > self._limit:
             return [Saved(op, 0, QUEUE_FULL)]
         self._jobs.append(StoreJob(op, fence, weights_epoch, cuts, nbytes))
         return []

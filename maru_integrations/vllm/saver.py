@@ -19,7 +19,7 @@ from maru_core.geometry import ChunkCopy
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape, part_of
 from maru_integrations.vllm.loadqueue import cut
-from maru_integrations.vllm.metadata import ERROR, UNAVAILABLE, StoreOp
+from maru_integrations.vllm.metadata import ERROR, QUEUE_FULL, UNAVAILABLE, StoreOp
 from maru_integrations.vllm.moving import Link, write
 from maru_integrations.vllm.savequeue import Saved, SaveQueue, StoreJob
 from maru_integrations.vllm.streams import Lane, on_lane
@@ -28,7 +28,7 @@ from maru_transfer.prepared import prepare_store
 
 @frozen
 class SaverSettings:
-    """Sizes in bytes. ``limit_bytes`` may wait, which holds blocks."""
+    """Sizes in bytes. ``limit_bytes`` may wait behind the first store, which holds blocks."""
 
     limit_bytes: int
     #: A larger store is made in pieces: each has one call to reserve, one to copy and one to commit, after which others
@@ -89,7 +89,10 @@ class Saver:
             with self._ready:
                 ended = [] if not self._closing else [Saved(op, 0, ERROR)]
                 ended = ended or self._queue.add(op, fence, weights_epoch, cuts, nbytes)
+                waiting = self._queue.waiting_bytes
                 self._ready.notify_all()
+            if ended and ended[0].reason == QUEUE_FULL:
+                self._tell_of_pressure(op, nbytes, waiting)
             self._deliver(ended)
         self._revive()
 
@@ -220,6 +223,19 @@ class Saver:
         if kind not in self._told:
             self._told.add(kind)
             self._log.warning("maru.store_skipped", error=show(error), kind=kind, told="once per kind")
+
+    def _tell_of_pressure(self, op: StoreOp, nbytes: int, waiting: int) -> None:
+        if QUEUE_FULL not in self._told:
+            self._told.add(QUEUE_FULL)
+            self._log.warning(
+                "maru.store_dropped",
+                request=op.request_id,
+                bytes=nbytes,
+                waiting_bytes=waiting,
+                limit_bytes=self._settings.limit_bytes,
+                reason="stores are slower than prefill, or the KV cache is small for its prompts",
+                told="once; each is counted",
+            )
 
     def _deliver(self, ended: Sequence[Saved]) -> None:
         for end in ended:

@@ -536,18 +536,19 @@ def test_one_store_that_fails_leaves_the_others_alone(world: World, error: BaseE
     assert not [found for found in world.store.objects.values() if not found.ready], "what failed holds no pages"
 
 
-def test_more_than_may_wait_is_dropped_from_the_end(world: World) -> None:
+def test_more_than_may_wait_is_dropped_from_the_end(world: World, capsys) -> None:
     gate = threading.Event()
     world.pace.pause = lambda: [None, gate.wait(10)][0]
     saver = Saver(lambda: world.link, SHAPE, world.answers, HostLane(), SaverSettings(3 * STORED.nbytes))
     with closing(world, saver):
         saver.submit([world.save(number, number) for number in range(1, 7)], 0)
-        world.until(stores=3)
+        world.until(stores=2)
         gate.set()
         world.until(stores=6)
-    dropped, kept = world.heard.stored[:3], world.heard.stored[3:]
-    assert dropped == [StoreResult(number, 0, QUEUE_FULL) for number in (4, 5, 6)]
-    assert kept == [StoreResult(number, 1) for number in (1, 2, 3)]
+    dropped, kept = world.heard.stored[:2], world.heard.stored[2:]
+    assert dropped == [StoreResult(number, 0, QUEUE_FULL) for number in (5, 6)], "three wait behind the first"
+    assert kept == [StoreResult(number, 1) for number in (1, 2, 3, 4)]
+    assert capsys.readouterr().out.count("maru.store_dropped") == 1
 
 
 @pytest.mark.parametrize("stage", ["queued", "reserving", "copying", "copying too long", "committing"])
