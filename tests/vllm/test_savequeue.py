@@ -26,7 +26,7 @@ def op(store_id: int, chunks: int, request: str = "a") -> StoreOp:
 def test_the_newest_is_dropped_when_too_much_waits_and_a_large_one_is_taken_alone() -> None:
     queue = SaveQueue(LIMIT)
     assert queue.add(op(0, 30), None, 0, (30,), 30) == []
-    assert queue.add(op(1, 30), None, 0, (30,), 30) == [], "the next prompt is complete before the first store has begun"
+    assert queue.add(op(1, 30), None, 0, (30,), 30) == [], "behind one that has not begun"
     assert queue.add(op(2, 1), None, 0, (1,), 1) == [Saved(op(2, 1), 0, QUEUE_FULL)]
     job = queue.take()
     assert job is not None
