@@ -25,6 +25,8 @@ _EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
 _TAIL_LINES = 25
 _SETUP_TIMEOUT = 3600.0
 _START_TIMEOUT = 900.0
+#: Seconds to wait at most until nobody uses the processors.
+_IDLE_TIMEOUT = 10.0
 
 
 class Run:
@@ -139,6 +141,7 @@ class Run:
 
     def _ask(self, request: str, name: str, engine: Engine, prompt: str, expected: int) -> tuple[Row, Reuse]:
         chunks_before, metric_before = self._server_hits(), engine.metric(_EXTERNAL_HITS)
+        self._wait_until_idle()
         reply = engine.chat(prompt, MAX_TOKENS)
         deadline = time.monotonic() + 3
         # vLLM publishes its counters a moment after the answer.
@@ -150,6 +153,19 @@ class Run:
         self._progress.note(f"{name}: {reply.ttft * 1e3:.0f} ms to the first token, {metric} tokens from Maru")
         label = f"{request} on {name}"
         return row, Reuse(label, expected, metric, self._server_hits() - chunks_before, reply.cached_tokens)
+
+    def _wait_until_idle(self) -> None:
+        """Have the processors to the engine that is asked next.
+
+        Workers of vLLM poll for their next step, at full speed, for a second after the last one: an engine that has
+        just answered takes half a core from another that is bound to the same ones.
+        """
+        deadline = time.monotonic() + _IDLE_TIMEOUT
+        while not self._processes.are_idle():
+            if time.monotonic() > deadline:
+                self._progress.note("the engines keep the processors busy; the next request is measured beside that")
+                return
+            self._progress.tick()
 
     def _server_hits(self) -> int:
         status = json.loads(self._finish("maru-status", engines.status_command(self._place), self._environment))

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 STATE = Path(os.environ["FAKE_STATE"])
@@ -37,6 +38,20 @@ def stand_still(where: str) -> None:
         time.sleep(0.3)
         (STATE / "hangs").touch()
         time.sleep(600)
+
+
+def poll_for_a_while() -> None:
+    """As vLLM's workers do after a step."""
+    ends = time.monotonic() + 1
+    (STATE / f"polls-{os.getpid()}").write_text(str(ends))
+    while time.monotonic() < ends:
+        pass
+
+
+def others_poll() -> bool:
+    mine = f"polls-{os.getpid()}"
+    others = [path for path in STATE.glob("polls-*") if path.name != mine]
+    return any(float(path.read_text() or 0) > time.monotonic() for path in others)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -64,7 +79,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _chat(self, words: Sequence[str]) -> None:
         cached = self._cached(words)
-        time.sleep(0.001 if cached and FAULT != "slow" else 0.25)
+        time.sleep(0.001 if cached and FAULT != "slow" and not others_poll() else 0.25)
+        if FAULT == "polls":
+            Thread(target=poll_for_a_while).start()
         answer = words[-3:]
         if FAULT == "answer" and self.shares and cached:
             answer = ["something", "else"]

@@ -134,6 +134,12 @@ def test_it_fails_when_something_does_not_hold(
 
 
 @pytest.mark.slow
+def test_no_request_is_measured_beside_an_engine_that_polls_after_the_last_one(quickstart: Quickstart) -> None:
+    run = quickstart.run(FAKE_FAULT="polls")
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.slow
 def test_an_engine_that_dies_is_named_with_the_end_of_its_log(quickstart: Quickstart) -> None:
     run = quickstart.run(FAKE_FAULT="dies")
     assert run.returncode == 1
