@@ -58,7 +58,8 @@ struct maru_pages {
   CUhandle_ lane[MARU_MOST_SLOTS];
   CUhandle_ placed[MARU_MOST_SLOTS];   /* the last slice of the job in that slot has no more to do with pages */
   CUhandle_ crossed[MARU_MOST_WINDOW]; /* the host memory of a slice may be used again; slices take turns */
-  uint8_t straight[MARU_MOST_WINDOW];  /* then pages have no more to do with it either: it needs no staging memory */
+  uint8_t way[MARU_MOST_WINDOW];       /* of each slice under way, enum maru_way */
+  uint8_t gave_way[MARU_MOST_WINDOW];  /* whether it comes after the slice that crossed slots - 1 before it */
   /* What addresses of pages are all multiples of, 16 at most. */
   uint64_t aligned;
   struct maru_place place;
@@ -159,6 +160,10 @@ int maru_await_pages(struct maru_pages *pages, CUhandle_ stream, uint32_t slice)
 /* The slice that was submitted last, in `slot`, completes layers up to `layers`: their events come behind it, and
  * behind the slices before it. */
 int maru_complete_layers(struct maru_pages *pages, uint32_t slot, uint32_t layers);
+
+/* Whether a slice of the job goes straight to pages or from them, without staging memory: when its host memory may be
+ * used again, pages have no more to do with it either. */
+int maru_is_straight(const struct maru_pages *pages, uint32_t slice);
 
 /* The slot of a slice of the job. */
 uint32_t maru_slot_of(const struct maru_pages *pages, uint32_t slice);

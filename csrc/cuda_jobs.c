@@ -30,9 +30,11 @@ static int retire(struct maru_pages *pages, uint32_t left) {
   uint32_t until = pages->submitted > left ? pages->submitted - left : 0;
   int status;
   /* The last first: the others have mostly gone by then, and a thread that sleeps once is better than one that sleeps
-   * for each. Slices that others have given way to have gone before those. */
-  uint32_t lanes = pages->slots > 1 ? pages->slots - 1 : 1;
-  for (uint32_t n = 0; n < lanes && until > pages->retired + n; n++) STEP(await(pages, until - 1 - n));
+   * for each. It waits for one slice of each lane, but not for one that another has given way to: that has gone. */
+  for (uint32_t n = 0; n < pages->slots && until > pages->retired + n; n++) {
+    if (n && n + 1 == pages->slots && pages->gave_way[(until - 1) % MARU_MOST_WINDOW]) break;
+    STEP(await(pages, until - 1 - n));
+  }
   for (; pages->retired < until; pages->retired++) {
     uint32_t turn = pages->retired % MARU_MOST_WINDOW, slot = maru_slot_of(pages, pages->retired);
     const struct maru_segment *s = &pages->job.segments[pages->first[turn]];

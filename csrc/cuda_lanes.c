@@ -3,7 +3,8 @@
  * Staging memory is a ring of slots, and every slot has a stream of its own, its lane: what happens in a slot happens
  * in the lane's order, one slice after another, while other lanes are at other stages. A copy engine serves a stream
  * for as long as that has copies that may run, so every copy of ours waits for one in another lane: then the engine
- * turns to somebody else's before it goes on with ours.
+ * turns to somebody else's before it goes on with ours. Kernels that reach host memory themselves leave that engine to
+ * others, so that they do not wait for each other.
  * Order against the caller's stream is kept by events on the device. */
 #include "cuda_internal.h"
 
@@ -39,19 +40,29 @@ static int close_pages(struct maru_pages *pages, uint32_t slot, const struct mar
   return MARU_OK;
 }
 
+int maru_is_straight(const struct maru_pages *pages, uint32_t slice) {
+  uint32_t way = pages->way[slice % MARU_MOST_WINDOW];
+  return way == MARU_DIRECT || way == MARU_MAPPED;
+}
+
 int maru_await_pages(struct maru_pages *pages, CUhandle_ stream, uint32_t slice) {
-  uint32_t turn = slice % MARU_MOST_WINDOW;
-  CUhandle_ event = pages->straight[turn] ? pages->crossed[turn] : pages->placed[maru_slot_of(pages, slice)];
+  CUhandle_ event = maru_is_straight(pages, slice) ? pages->crossed[slice % MARU_MOST_WINDOW]
+                                                   : pages->placed[maru_slot_of(pages, slice)];
   DO(pages, StreamWaitEvent, stream, event, 0);
   return MARU_OK;
 }
 
-/* No more than slots - 1 slices of ours may cross at any time. The next one may only once the one before it has gone,
- * and then somebody else's copy has waited longer. */
+/* No more than slots - 1 slices of ours may be copied at any time. The next one may only once the one before it has
+ * gone, and then somebody else's copy has waited longer. Of two slices without a copy the second does not wait: from the
+ * end of one kernel to the beginning of the next the bus would be idle. */
 static int give_way(struct maru_pages *pages, uint32_t slot) {
-  if (pages->slots > 1 && pages->submitted >= pages->slots - 1)
-    DO(pages, StreamWaitEvent, pages->lane[slot],
-       pages->crossed[(pages->submitted + 1 - pages->slots) % MARU_MOST_WINDOW], 0);
+  uint32_t turn = pages->submitted % MARU_MOST_WINDOW;
+  pages->gave_way[turn] = 0;
+  if (pages->slots == 1 || pages->submitted < pages->slots - 1) return MARU_OK;
+  uint32_t before = (pages->submitted + 1 - pages->slots) % MARU_MOST_WINDOW;
+  if (pages->way[turn] == MARU_MAPPED && pages->way[before] == MARU_MAPPED) return MARU_OK;
+  DO(pages, StreamWaitEvent, pages->lane[slot], pages->crossed[before], 0);
+  pages->gave_way[turn] = 1;
   return MARU_OK;
 }
 
@@ -76,7 +87,7 @@ static uint32_t way_of(struct maru_pages *pages, uint32_t slot, const struct mar
                        const struct maru_segment *last) {
   pages->batch.whole = 0;
   uint32_t way = is_scattered(pages, slot, first, last) ? MARU_MAPPED : first->way;
-  pages->straight[pages->submitted % MARU_MOST_WINDOW] = way == MARU_DIRECT || way == MARU_MAPPED;
+  pages->way[pages->submitted % MARU_MOST_WINDOW] = (uint8_t)way;
   return way;
 }
 
@@ -119,17 +130,17 @@ int maru_store_slice(struct maru_pages *pages, uint32_t slot, const struct maru_
   return cross(pages, slot);
 }
 
-/* The event comes, by way of this lane, behind the slices before in the others; those have crossed before this one did,
- * so that waiting for their placement holds nobody up. */
+/* The event comes, by way of this lane, behind the slices before in the others. Those that were copied have crossed
+ * before this one did, and kernels began before this one's, so that waiting for them holds nobody up for long. */
 int maru_complete_layers(struct maru_pages *pages, uint32_t slot, uint32_t layers) {
   struct maru_layers *follow = pages->layers;
   uint32_t done = follow->submitted; /* nobody else changes it */
   int status;
   if (done >= layers) return MARU_OK;
   for (uint32_t k = 1; k < pages->slots && k < pages->submitted; k++) {
-    uint32_t slice = pages->submitted - 1 - k;
-    /* This lane has given way to that slice, see there. */
-    if (pages->straight[slice % MARU_MOST_WINDOW] && k + 1 == pages->slots) continue;
+    uint32_t slice = pages->submitted - 1 - k, last = (pages->submitted - 1) % MARU_MOST_WINDOW;
+    /* Where this lane has given way to that slice, it has waited for all of it. */
+    if (k + 1 == pages->slots && pages->gave_way[last] && maru_is_straight(pages, slice)) continue;
     STEP(maru_await_pages(pages, pages->lane[slot], slice));
   }
   CUhandle_ event;

@@ -197,8 +197,9 @@ struct maru_job {
   /* enum maru_direction. */
   uint32_t direction;
   /* Slices that are submitted and have not crossed, 1 to 64. When there are so many, the thread sleeps until `burst` of
-   * them have gone (1 to `window`): the more, the fewer times it wakes up. A copy of somebody else waits for all
-   * slots but one at most, unless the driver puts its stream and one of ours into one queue: then for the window. */
+   * them have gone (1 to `window`): the more, the fewer times it wakes up. A copy of somebody else waits for copies of
+   * all slots but one at most, unless the driver puts its stream and one of ours into one queue: then for the window.
+   * Of slices that are MARU_MAPPED as many run at once as there are slots. */
   uint32_t window, burst;
   /* Thread blocks per launch at most; 0: as many as the device runs at once. */
   uint32_t grid;

@@ -37,7 +37,7 @@ struct op {
 
 struct stream {
   struct op *head, *tail;
-  int used;
+  int used, priority;
 };
 
 static struct stream streams[MOST]; /* 0: the default stream */
@@ -48,8 +48,9 @@ static int range_count;
 static uint64_t state = 1;
 static uint32_t slow;
 /* Copies, launches, batches, waits of the CPU, bytes copied, most bytes under way, errors, folded copies, events recorded
- * and waited for by streams, uses of events that are destroyed, most blocks of a launch. */
-static uint64_t counts[11];
+ * and waited for by streams, uses of events that are destroyed, most blocks of a launch; most streams that could copy at
+ * once, most that could run a kernel which reaches host memory, and how often there was one of both. */
+static uint64_t counts[14];
 static uint64_t under_way;
 static int lazy; /* nothing runs unless somebody waits for it */
 static char fail_name[64];
@@ -128,8 +129,27 @@ static int step(struct stream *s) {
   return 1;
 }
 
+static int reaches_host(const struct maru_place *p) {
+  for (int i = 0; i < range_count; i++)
+    if (p->segment[0].packed - ranges[i].start < ranges[i].bytes) return 1;
+  return 0;
+}
+
+/* What would be on the bus at once, if everything that may run did. */
+static void look(void) {
+  uint64_t copies = 0, placed = 0;
+  for (const struct stream *s = streams; s < streams + MOST; s++) {
+    if (s->head && s->head->kind == COPY) copies++;
+    if (s->head && s->head->kind == PLACE) placed += reaches_host(s->head->place);
+  }
+  if (copies > counts[11]) counts[11] = copies;
+  if (placed > counts[12]) counts[12] = placed;
+  counts[13] += copies && placed;
+}
+
 /* Run one operation of any stream; 0 when none can run. One stream in three is slow: mostly the others go first. */
 static int step_any(void) {
+  look();
   struct stream *busy[MOST];
   uint32_t count = 0, hurry = dice(8);
   for (uint32_t i = 0; i < MOST; i++)
@@ -231,6 +251,8 @@ API void fake_close_stream(CUhandle_ stream) {
   LOCKED;
   stream_of(stream)->used = 0;
 }
+/* Of the stream with that number; 1: there is none. */
+API int fake_priority(int i) { return i > 0 && i < MOST && streams[i].used ? streams[i].priority : 1; }
 API int fake_streams(void) {
   int used = 0;
   for (int i = 1; i < MOST; i++) used += streams[i].used;
@@ -294,9 +316,10 @@ API int cuModuleGetFunction(CUhandle_ *function, CUhandle_ module, const char *n
 }
 API int cuStreamCreateWithPriority(CUhandle_ *stream, unsigned flags, int priority) {
   LOCKED;
-  (void)priority;
   if (flags != CU_STREAM_NON_BLOCKING_ || fails("cuStreamCreateWithPriority")) return INVALID;
-  return (*stream = fake_open_stream()) ? 0 : INVALID;
+  if (!(*stream = fake_open_stream())) return INVALID;
+  /* As a driver does with one that it does not have. */
+  return stream_of(*stream)->priority = priority < -5 ? -5 : priority > 0 ? 0 : priority, 0;
 }
 API int cuStreamDestroy_v2(CUhandle_ stream) {
   LOCKED;

@@ -36,6 +36,9 @@ COUNTS = (
     "events",
     "misuses",
     "most_blocks",
+    "most_copying",
+    "most_reaching",
+    "copying_and_reaching",
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from contextlib import closing
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,8 @@ WAYS: dict[str, tuple[Tuning, int]] = {
     "one slice": (evolve(TIGHT, slot_bytes=1 << 20, slots=1, window=1), 1),
     "one by one": (evolve(TIGHT, one_by_one=True, window=2, burst=2), 2),
     "scattered": (evolve(TIGHT, scattered=1, scattered_grid=1), 1),
-    "scattered in part": (evolve(TIGHT, slot_bytes=512, slots=2, scattered=2, fold=0, window=6, burst=3), 2),
+    "scattered, two lanes": (evolve(TIGHT, scattered=1, slots=2, window=8, burst=6), 1),
+    "scattered in part": (evolve(TIGHT, slot_bytes=1536, slots=2, scattered=2, fold=0, window=6, burst=3), 1),
 }
 
 
@@ -227,6 +229,64 @@ def test_a_kernel_that_reaches_host_memory_has_its_own_number_of_blocks(driver):
         with closing(driver.transfer(layers_of(engine), engine.paged, stored, tuned)) as transfer:
             transfer.store(list(range(64)), [ChunkCopy(0, 1, 1024, registered(driver, aligned(stored.nbytes)))])
         assert driver.counts()["most_blocks"] == blocks
+
+
+#: Of 16 chunks, those from the seventh to the twelfth lie apart from each other.
+LONG = Case(evolve(SIZE, NB=33), 8, [*range(32, 0, -1)], [(chunk, chunk * 8, chunk * 8 + 8) for chunk in range(16)])
+APART = range(6, 12)
+
+
+@pytest.mark.parametrize("lanes", [2, 3])
+def test_copies_give_way_and_kernels_that_reach_host_memory_only_to_copies(driver, lanes: int):
+    check_crossing(driver, lanes, seeds=5)
+
+
+def check_crossing(driver: FakeDriver, lanes: int, seeds: int) -> None:
+    """What may be on the bus at once: copies of all lanes but one, and a kernel of each; in two lanes a copy is alone.
+
+    Slices of two chunks: three that are copied, three that a kernel moves, two that are copied.
+    """
+    tuning = evolve(TIGHT, slot_bytes=1536, slots=lanes, window=8, burst=6, fold=0, scattered=2)
+    source, target = LONG.engine("planes-first NHD", 3), LONG.engine("planes-first NHD", None)
+    stored = source.stored(8)
+    most = dict.fromkeys(("most_copying", "most_reaching", "copying_and_reaching"), 0)
+    for seed, engine in product(range(seeds), (source, target)):
+        driver.hooks.fake_reset(seed)
+        driver.hooks.fake_lazy(seed % 2)
+        pool = registered(driver, aligned(2 * 16 * stored.nbytes))
+        places = [2 * n + 1 if n in APART else n if n < APART.start else n + 16 for n in range(16)]
+        buffers = [pool[place * stored.nbytes : (place + 1) * stored.nbytes] for place in places]
+        copies = [ChunkCopy(*part, buffer) for part, buffer in zip(LONG.parts, buffers, strict=True)]
+        with closing(driver.transfer(layers_of(engine), engine.paged, stored, tuning)) as transfer:
+            if engine is source:
+                transfer.store(LONG.block_ids, copies)
+            else:
+                for copy in copies:
+                    copy.buffer[:] = source.naive_object(LONG.block_ids, *part_of(copy), 8).tobytes()
+                transfer.load(LONG.block_ids, copies)
+            for copy in copies:
+                assert bytes(copy.buffer) == source.naive_object(LONG.block_ids, *part_of(copy), 8).tobytes()
+            counts = driver.counts()
+        assert (counts["copies"], counts["launches"]) == (5, 8)
+        most = {name: max(count, counts[name]) for name, count in most.items()}
+    driver.hooks.fake_drain()
+    for copy in copies:
+        found, wanted = (one.naive_object(LONG.block_ids, *part_of(copy), 8) for one in (target, source))
+        np.testing.assert_array_equal(found, wanted)
+    assert (most["most_copying"], most["most_reaching"]) == (lanes - 1, lanes)
+    assert lanes > 2 or most["copying_and_reaching"] == 0
+
+
+def part_of(copy: ChunkCopy) -> tuple[int, int, int]:
+    return copy.chunk, copy.first, copy.last
+
+
+def test_lanes_go_before_the_engines_own_kernels(driver):
+    """The highest priority that the driver has, which is the lowest number: bytes on the bus wait for placement."""
+    _, transfer = opened(driver)
+    found = [driver.hooks.fake_priority(number) for number in range(256)]
+    assert [priority for priority in found if priority <= 0] == [-5] * TIGHT.slots
+    transfer.close()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -406,12 +466,21 @@ MUTATIONS = {
         "pages->finished = brake != NULL || job->direction == MARU_STORE;",
         "pages->finished = 1;",
     ),
-    "an end before the other lanes'": ("cuda_jobs.c", "pages->slots > 1 ? pages->slots - 1 : 1;", "1;"),
+    "an end before the other lanes'": ("cuda_jobs.c", "n < pages->slots && until", "n < 1 && until"),
+    "an end before a slice that none has given way to": (
+        "cuda_jobs.c",
+        "n + 1 == pages->slots && pages->gave_way[(until - 1) % MARU_MOST_WINDOW]",
+        "n + 1 == pages->slots",
+    ),
     "a slice that waits for none in another lane": (
         "cuda_lanes.c",
-        "if (pages->slots > 1 && pages->submitted >= pages->slots - 1)",
-        "if (pages->slots > 1 && pages->submitted > UINT32_MAX - 1)",
+        "DO(pages, StreamWaitEvent, pages->lane[slot], pages->crossed[before], 0);",
+        "(void)slot;",
     ),
+    "a copy that does not give way to another": ("cuda_lanes.c", "if (pages->way[turn] == MARU_MAPPED &&", "if (1 ||"),
+    "a copy that does not give way to a kernel": ("cuda_lanes.c", "if (pages->way[turn] == MARU_MAPPED &&", "if ("),
+    "a kernel that does not give way to a copy": ("cuda_lanes.c", "&& pages->way[before] == MARU_MAPPED)", ")"),
+    "a kernel that gives way to another": ("cuda_lanes.c", "&& pages->way[before] == MARU_MAPPED)", "&& 0)"),
     "a bounce buffer that is used too early": (
         "cuda_jobs.c",
         "if (job->segments[i].way == MARU_BOUNCED) STEP(retire(pages, pages->slots - 1));",
@@ -461,6 +530,8 @@ def test_without_a_mistake_nothing_is_caught(driver):
 
 def check_much(driver: FakeDriver) -> None:
     case = Case(evolve(SIZE, BS=3), 8, [1, 3, 2, 5, 6, 7, 4, 8], [(1, 9, 15), (0, 0, 8), (2, 16, 23)])
+    for lanes in (2, 3):
+        check_crossing(driver, lanes, seeds=20)
     for seed in range(20):
         for way in WAYS:
             check_store(opener(driver, way, seed), "planes-first NHD", CASE, wrap(way))

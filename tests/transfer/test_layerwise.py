@@ -49,6 +49,7 @@ WAYS: dict[str, tuple[Tuning, int]] = {
     "mapped": (evolve(TIGHT, mapped_bytes=1 << 40), 1),
     "one slice": (evolve(TIGHT, slot_bytes=1 << 20, slots=1, window=1), 1),
     "scattered": (evolve(TIGHT, slot_bytes=512, scattered=1, scattered_grid=1), 5),
+    "scattered, two lanes": (evolve(TIGHT, slot_bytes=512, slots=2, window=8, burst=6, scattered=1), 1),
     "scattered in part": (evolve(TIGHT, slot_bytes=512, window=64, scattered=3, fold=0), 1),
     "scattered in part, two lanes": (evolve(TIGHT, slot_bytes=512, slots=2, scattered=2, fold=0), 1),
 }
@@ -580,13 +581,18 @@ MUTATIONS = {
     ),
     "a lane that waits for no slice that is moved straight": (
         "cuda_lanes.c",
-        "&& k + 1 == pages->slots) continue;",
-        ") continue;",
+        "if (k + 1 == pages->slots && pages->gave_way[last] && maru",
+        "(void)last;\n    if (maru",
+    ),
+    "a layer's event before a slice that none has given way to": (
+        "cuda_lanes.c",
+        "pages->gave_way[last] && maru",
+        "pages->gave_way[last] < 2 && maru",
     ),
     "the end of a placement that there was not": (
         "cuda_lanes.c",
-        "pages->straight[turn] ? pages->crossed[turn] : pages->placed",
-        "pages->straight[turn] ? pages->placed[maru_slot_of(pages, slice)] : pages->placed",
+        "pages->crossed[slice % MARU_MOST_WINDOW]\n",
+        "pages->placed[maru_slot_of(pages, slice)]\n",
     ),
     "copies of a slice that a kernel has moved": ("cuda_lanes.c", "  pages->batch.whole = 0;\n", ""),
     "an event that two will use": ("cuda_layers.c", "layers->arrived[k] != last)", "layers->arrived[k] != NULL)"),
@@ -619,13 +625,22 @@ def test_what_catches_mistakes_finds_none_in_the_code_as_it_is(driver):
     check_all(driver, seeds=5)
 
 
+CHECKED = (
+    "staged, all at once",
+    "staged in batches",
+    "folded across registrations",
+    "scattered in part",
+    "scattered, two lanes",
+)
+
+
 def check_all(driver: FakeDriver, seeds: int = 40) -> None:
     for form, gap in product(FORMATS, (False, True)):
         check_folding(driver, form, gap=gap)
     for form in FORMATS:
         test_layers_of_one_slice_share_an_event_and_loads_use_events_again(driver, form)
     for seed, form in product(range(seeds), FORMATS):
-        for way in ("staged, all at once", "staged in batches", "folded across registrations", "scattered in part"):
+        for way in CHECKED:
             for name in ("planes-first NHD", "packed per head"):
                 driver.hooks.fake_reset(seed)
                 case = EVEN if WAYS[way][0].scattered else CASE
