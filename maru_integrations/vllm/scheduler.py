@@ -29,7 +29,10 @@ ASKED_AHEAD = 1 << 17
 
 
 class MaruScheduler:
-    """One per engine, on the engine core's main thread; no method blocks for longer than a millisecond.
+    """One per engine, on the engine core's main thread.
+
+    Waits for the server as :data:`.matching.POLL`, :data:`.matching.IDLE_POLL` and :data:`.resets.PATIENCE` say: for a
+    millisecond per step while there is anything else to do.
 
     Invariants: a lease taken for a hit is released exactly once, after every use of it has ended; every load that vLLM
     was promised reaches the workers, who answer it with success or failure; nothing computed on a failed load, or

@@ -16,9 +16,13 @@ from attrs import fields
 
 from maru_core import hookspecs
 from maru_core.config import FORMER_NAMES, PREFIX, settings
+from maru_core.protocol import messages
+from maru_core.protocol.version import PROTOCOL_VERSION
+from maru_core.server.metrics import StatsCollector
 from maru_core.testing_backend import BackendContract
 from maru_plugins_dax.switches import Switches
 from tests.host.vendor import install
+from tests.server.test_edge import make_handlers
 
 ROOT = Path(__file__).parents[2]
 RUN = re.compile(r"<!-- run(?:: (\d))? -->\n```sh\n(.*?)```\n```text\n(.*?)```\n", re.DOTALL)
@@ -127,3 +131,30 @@ def test_the_index_names_every_page() -> None:
     assert set(re.findall(r"\]\(([\w-]+\.md)\)", index)) == {page.name for page in (ROOT / "docs").glob("*.md")} - {
         "README.md"
     }
+
+
+def rows(page: str) -> set[tuple[str, str]]:
+    """The first two cells of each line of a table, without what follows a colon."""
+    cells = re.findall(r"^\| ([^|]*) \| ([^|:]*)", (ROOT / page).read_text(), re.MULTILINE)
+    return {(first.strip(), second.strip()) for first, second in cells}
+
+
+def test_the_page_of_the_protocol_has_its_numbers() -> None:
+    page = (ROOT / "docs/protocol.md").read_text()
+    assert f"\nVersion {PROTOCOL_VERSION}. " in page
+    for limit in ("MAX_KEYS", "MAX_RESUME"):
+        assert re.search(rf"{getattr(messages, limit):,}[^.]*`{limit}`", page), limit
+    table = rows("docs/protocol.md")
+    for kind in (messages.Op, messages.Code, messages.ReserveStatus):
+        assert {(str(int(item)), item.name) for item in kind} <= table, kind
+    assert {verb.value for verb in messages.AdminVerb} <= {first for first, _ in table}
+
+
+def test_the_page_of_operations_has_every_metric_and_no_other() -> None:
+    collector = StatsCollector()
+    collector.snapshot = make_handlers()[0].snapshot()
+    told = {sample.name for family in collector.collect() for sample in family.samples}
+    # Without a request these have no sample.
+    told |= {f"{family.name}_total" for family in collector.collect() if not family.samples}
+    page = (ROOT / "docs/operations.md").read_text().partition("## Metrics")[2].partition("## Limits")[0]
+    assert set(re.findall(r"`(maru_\w+)(?:\{\S*\})?`", page)) - {"maru_metrics"} == told
