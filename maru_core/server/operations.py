@@ -200,17 +200,27 @@ class Operations:
 
     def probe(self, session: Session, request: int, raw: list[Any]) -> Steps:
         """Say what is there."""
+
+        def probe(keys: bytes) -> bytes:
+            return self._directory.probe(session, (), keys)
+
+        return (yield from self._of_keys(session, request, raw, SLICE, probe))
+
+    def _of_keys(
+        self, session: Session, request: int, raw: list[Any], width: int, act: Callable[[bytes], bytes]
+    ) -> Steps:
+        """Presence of keys, of which ``act`` is given ``width`` at a time; ABSENT what is of another weights epoch."""
         weights_epoch, keys = requests.arguments(raw, 2)
         requests.number(weights_epoch, "weights epoch")
         total = requests.key_count(keys)
         statuses = bytearray()
-        for at in range(0, total, SLICE):
+        for at in range(0, total, width):
             if at:
                 yield
                 self._go_on(session, request)
-            packed = requests.column_slice(keys, at, SLICE)
             current = weights_epoch == session.namespace.weights_epoch
-            statuses += self._directory.probe(session, (), packed) if current else bytes(len(packed) // KEY_SIZE)
+            count = min(width, total - at)
+            statuses += act(requests.column_slice(keys, at, count)) if current else bytes([Presence.ABSENT]) * count
         return [statuses]
 
     def acquire(self, session: Session, request: int, raw: list[Any]) -> Steps:
@@ -283,18 +293,11 @@ class Operations:
 
     def delete(self, session: Session, request: int, raw: list[Any]) -> Steps:
         """Drop READY objects by key."""
-        weights_epoch, keys = requests.arguments(raw, 2)
-        requests.number(weights_epoch, "weights epoch")
-        total = requests.key_count(keys)
-        statuses = bytearray()
-        for at in range(0, total, DELETE_SLICE):
-            if at:
-                yield
-                self._go_on(session, request)
-            part = requests.key_slice(keys, at, DELETE_SLICE)
-            current = weights_epoch == session.namespace.weights_epoch
-            statuses += self._directory.delete(session, part) if current else bytes(len(part))
-        return [statuses]
+
+        def delete(keys: bytes) -> bytes:
+            return self._directory.delete(session, keys_of(keys))
+
+        return (yield from self._of_keys(session, request, raw, DELETE_SLICE, delete))
 
     def report(self, session: Session, request: int, raw: list[Any]) -> Steps:
         """Drop objects that a reader found damaged."""

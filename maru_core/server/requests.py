@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from array import array
 from typing import Any
 
@@ -14,7 +13,6 @@ from maru_core.protocol.codec import describe, unpack_u32, unpack_u64
 from maru_core.protocol.messages import MAX_KEYS, MAX_NAME, MAX_RESUME, MAX_TEXT, Code
 
 _U64 = 1 << 64
-_KEY = f"{KEY_SIZE}s"
 
 
 class Refusal(Exception):
@@ -141,12 +139,6 @@ def within_limit(count: int) -> int:
 def column_slice(blob: bytes, at: int, count: int) -> bytes:
     """Keys ``at .. at+count-1`` of a packed column, fewer at its end, as a column."""
     return blob[at * KEY_SIZE : (at + count) * KEY_SIZE] if at or len(blob) > count * KEY_SIZE else blob
-
-
-def key_slice(blob: bytes, at: int, count: int) -> tuple[bytes, ...]:
-    """The same, key by key."""
-    part = column_slice(blob, at, count)
-    return struct.unpack(_KEY * (len(part) // KEY_SIZE), part)
 
 
 def lengths(value: object, count: int) -> int | array[int]:

@@ -162,6 +162,26 @@ def test_another_epoch_is_not_executed():
     assert handlers.directory.arenas[0].reserved == 0
 
 
+def test_long_requests_are_answered_key_by_key_and_only_under_the_current_weights_epoch():
+    handlers, session = make_handlers()
+
+    def ask(op, *arguments):
+        reply = answer(handlers, [op, 11, 7, session, *arguments])
+        assert reply[:3] == [11, 7, Code.OK], reply
+        return reply[3:]
+
+    stored = [0, 255, 256, 257, 511, 512, 513, 1299]  # at the ends of slices and in the middle
+    statuses, entries, generations = ask(Op.RESERVE, 0, b"".join(keys(at, 1) for at in stored), b"", 1)
+    assert statuses == bytes(len(stored))
+    ask(Op.COMMIT, entries, generations, b"")
+    expected, packed = bytes(at in stored for at in range(1300)), keys(0, 1300)
+    for op in (Op.PROBE, Op.DELETE):
+        assert ask(op, 1, packed) == [bytes(1300)], "of another weights epoch"
+    assert ask(Op.PROBE, 0, packed) == [expected]
+    assert ask(Op.DELETE, 0, packed) == [expected]
+    assert ask(Op.PROBE, 0, packed) == [bytes(1300)]
+
+
 def test_another_version_is_refused_with_both_named():
     handlers, _ = make_handlers()
     reply = answer(handlers, [Op.HELLO, 4, 0, 0, PROTOCOL_VERSION + 1, "future", "stuff"])
