@@ -93,6 +93,16 @@ class FakeDriver:
         assert isinstance(library, CudaLibrary), library
         return cls(path, library, hooks)
 
+    @classmethod
+    def with_mistake(cls, folder: Path, name: str, right: str, wrong: str) -> FakeDriver:
+        """The same for native code whose file ``name`` has ``wrong`` in place of ``right``, which stands there once."""
+        sources = folder / "csrc"
+        shutil.copytree(ROOT / "csrc", sources)
+        text = (sources / name).read_text()
+        assert text.count(right) == 1, f"{name} has changed; say anew what this mistake is"
+        (sources / name).write_text(text.replace(right, wrong))
+        return cls.build(folder, native=compile_native(folder, sources), sources=sources)
+
     def device(self) -> CudaDevice:
         return CudaDevice(self.native, 0, str(self.path))
 

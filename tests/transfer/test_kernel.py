@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from contextlib import closing
 from itertools import product
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from attrs import evolve, frozen
 from cases import Case, cases
-from fake_device import ROOT, FakeDriver, aligned, compile_native, compiler, registered
+from fake_device import FakeDriver, aligned, compiler, registered
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_forms import FORMS, Engine, Size
@@ -513,13 +512,7 @@ MUTATIONS = {
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_mistake_in_the_native_code_is_caught(tmp_path, mutation):
     """The tests above bite: each of these makes at least one of them fail."""
-    name, right, wrong = MUTATIONS[mutation]
-    sources = tmp_path / "csrc"
-    shutil.copytree(ROOT / "csrc", sources)
-    text = (sources / name).read_text()
-    assert text.count(right) == 1, f"{name} has changed; say anew what this mutation is"
-    (sources / name).write_text(text.replace(right, wrong))
-    driver = FakeDriver.build(tmp_path, native=compile_native(tmp_path, sources), sources=sources)
+    driver = FakeDriver.with_mistake(tmp_path, *MUTATIONS[mutation])
     with pytest.raises((AssertionError, TransferError)):
         check_much(driver)
 

@@ -67,27 +67,39 @@ def test_what_is_not_cut_writes_what_was_asked_for(driver, way, name, case, kind
     check_store(open_, name, case)
 
 
+def opened_for(driver, engine, copies, way, seed):
+    """A transfer of the driver's, which knows as much of the copies' memory as ``way`` says."""
+    tuning, pieces = WAYS[way]
+    driver.hooks.fake_reset(seed)
+    transfer = driver.transfer(layers_of(engine), engine.paged, CASE.stored(engine), tuning)
+    Registering(driver, transfer, pieces)._register(copies)
+    return transfer
+
+
+def run_yielding(prepared, way, least, count):
+    """How many of ``count`` copies are made when somebody else would like a turn from the first moment on."""
+    brake = Brake()
+    brake.pull = Pull.YIELD
+    done = prepared.run(brake, least)
+    assert min(least, count) <= done <= count
+    if way not in ("one slice", "mapped") and least < count - 2:
+        assert done < count, "it goes on and on"
+    return done
+
+
 @needs_compiler
 @pytest.mark.parametrize("way", WAYS)
 @SLOW
 @given(seed=st.integers(0, 1000), least=st.integers(0, 7), name=st.sampled_from(sorted(FORMS)))
 def test_a_load_that_yields_has_moved_the_least_and_what_it_says(driver, way, seed, least, name):
     """The fake driver runs as little as it may, and nothing drains it: what is compared was there already."""
-    tuning, pieces = WAYS[way]
     objects = CASE.objects(CASE.engine(name, 3))
     buffers = [memoryview(bytearray(buffer)) for buffer in buffers_for(objects)]
     target = CASE.engine(name, None)
     copies = CASE.copies(buffers)
-    driver.hooks.fake_reset(seed)
-    transfer = driver.transfer(layers_of(target), target.paged, CASE.stored(target), tuning)
-    Registering(driver, transfer, pieces)._register(copies)
-    brake = Brake()
-    brake.pull = Pull.YIELD
+    transfer = opened_for(driver, target, copies, way, seed)
     with closing(transfer), closing(prepare(transfer, CASE.block_ids, copies)) as load:
-        done = load.run(brake, least)
-        assert min(least, len(copies)) <= done <= len(copies)
-        if tuning is not WAYS["one slice"][0] and least < len(copies) - 2 and way != "mapped":
-            assert done < len(copies), "it goes on and on"
+        done = run_yielding(load, way, least, len(copies))
         for number, copy in enumerate(copies[:done]):
             seen = target.naive_object(CASE.block_ids, copy.chunk, copy.first, copy.last, 8)
             np.testing.assert_array_equal(seen, objects[number])
@@ -105,21 +117,13 @@ def test_a_load_that_yields_has_moved_the_least_and_what_it_says(driver, way, se
 @given(seed=st.integers(0, 1000), least=st.integers(0, 7), name=st.sampled_from(sorted(FORMS)))
 def test_a_store_that_yields_has_moved_the_least_and_what_it_says(driver, way, seed, least, name):
     """Pages change as soon as it has returned: what it says that it moved was in the buffers by then."""
-    tuning, pieces = WAYS[way]
     engine = CASE.engine(name, 3)
     objects = CASE.objects(engine)
     buffers = [memoryview(bytearray(array.nbytes)) for array in objects]
     copies = CASE.copies(buffers)
-    driver.hooks.fake_reset(seed)
-    transfer = driver.transfer(layers_of(engine), engine.paged, CASE.stored(engine), tuning)
-    Registering(driver, transfer, pieces)._register(copies)
-    brake = Brake()
-    brake.pull = Pull.YIELD
+    transfer = opened_for(driver, engine, copies, way, seed)
     with closing(transfer), closing(prepare_store(transfer, CASE.block_ids, copies)) as store:
-        done = store.run(brake, least)
-        assert min(least, len(copies)) <= done <= len(copies)
-        if tuning is not WAYS["one slice"][0] and least < len(copies) - 2 and way != "mapped":
-            assert done < len(copies), "it goes on and on"
+        done = run_yielding(store, way, least, len(copies))
         seen = [bytes(buffer) for buffer in buffers]
         engine.memory[...] = 0
     for number in range(done):
