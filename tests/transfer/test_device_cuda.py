@@ -83,6 +83,24 @@ def copies(objects: list[memoryview]) -> list[ChunkCopy]:
     return [ChunkCopy(*part, buffer) for part, buffer in zip(PARTS, objects, strict=True)]
 
 
+def check_objects(engine: Engine, objects: list[memoryview]) -> None:
+    """They hold what the naive reader reads from the engine's pages."""
+    for part, buffer in zip(PARTS, objects, strict=True):
+        wanted = engine.naive_object(TABLE, *part, 32)
+        tokens = slice(part[1] - part[0] * 32, part[2] - part[0] * 32)
+        found = np.frombuffer(buffer, wanted.dtype).reshape(wanted.shape)
+        np.testing.assert_array_equal(found[:, :, tokens], wanted[:, :, tokens])
+
+
+def check_pages(engine: Engine, name: str, layers: list[torch.Tensor]) -> None:
+    """Pages of the same form that were empty hold what the naive writer writes of the engine's objects, and no more."""
+    expected = Engine.make(name, SIZE, None)
+    for part in PARTS:
+        expected.naive_write(TABLE, *part, engine.naive_object(TABLE, *part, 32))
+    found = layers[0].cpu().numpy().view("u2").reshape(expected.memory.shape)
+    np.testing.assert_array_equal(found, expected.memory)
+
+
 @pytest.mark.parametrize("pieces", [None, 0, 4], ids=["all", "nothing", "a part"])
 @pytest.mark.parametrize("name", sorted(FORMS))
 def test_the_same_with_registered_pools(name, pieces, memory):
@@ -93,20 +111,13 @@ def test_the_same_with_registered_pools(name, pieces, memory):
         with closing(DeviceTransfer(on_device(engine), engine.paged, stored)) as transfer:
             transfer.use_pinned(pools)
             HeldTransfer(transfer, pools).store(TABLE, copies(objects))
-        for part, buffer in zip(PARTS, objects, strict=True):
-            wanted = engine.naive_object(TABLE, *part, 32)
-            tokens = slice(part[1] - part[0] * 32, part[2] - part[0] * 32)
-            found = np.frombuffer(buffer, wanted.dtype).reshape(wanted.shape)
-            np.testing.assert_array_equal(found[:, :, tokens], wanted[:, :, tokens])
-        target, expected = Engine.make(name, SIZE, None), Engine.make(name, SIZE, None)
-        for part in PARTS:
-            expected.naive_write(TABLE, *part, engine.naive_object(TABLE, *part, 32))
+        check_objects(engine, objects)
+        target = Engine.make(name, SIZE, None)
         layers = on_device(target)
         with closing(DeviceTransfer(layers, target.paged, stored)) as transfer:
             transfer.use_pinned(pools)
             HeldTransfer(transfer, pools).load(TABLE, copies([buffer.toreadonly() for buffer in objects]))
-        found = layers[0].cpu().numpy().view("u2").reshape(target.memory.shape)
-        np.testing.assert_array_equal(found, expected.memory)
+        check_pages(engine, name, layers)
 
 
 def test_the_driver_refuses_what_the_fake_one_refuses(memory):
@@ -157,20 +168,13 @@ def test_objects_hold_what_the_naive_reader_reads_and_load_back(name, pinned):
     with closing(TorchCopyEngine().open(layers, engine.paged, stored)) as transfer:
         assert isinstance(transfer, DeviceTransfer)
         transfer.store(TABLE, copies(objects))
-    for part, buffer in zip(PARTS, objects, strict=True):
-        wanted = engine.naive_object(TABLE, *part, 32)
-        tokens = slice(part[1] - part[0] * 32, part[2] - part[0] * 32)
-        found = np.frombuffer(buffer, wanted.dtype).reshape(wanted.shape)
-        np.testing.assert_array_equal(found[:, :, tokens], wanted[:, :, tokens])
+    check_objects(engine, objects)
 
-    target, expected = Engine.make(name, SIZE, None), Engine.make(name, SIZE, None)
-    for part in PARTS:
-        expected.naive_write(TABLE, *part, engine.naive_object(TABLE, *part, 32))
+    target = Engine.make(name, SIZE, None)
     layers = on_device(target)
     with closing(TorchCopyEngine().open(layers, target.paged, stored)) as transfer:
         transfer.load(TABLE, copies([buffer.toreadonly() for buffer in objects]))
-    found = layers[0].cpu().numpy().view("u2").reshape(target.memory.shape)
-    np.testing.assert_array_equal(found, expected.memory)
+    check_pages(engine, name, layers)
 
 
 @pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
