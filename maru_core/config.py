@@ -178,6 +178,14 @@ class MaruConfig:
         "computed. 0: none.",
         "seconds",
     )
+    store_timeout: float = _setting(
+        30.0,
+        SECONDS_OR_NEVER,
+        "How long a store with `maru_async_store` may take, 2 GiB of it where it is larger, before it is told to stop. "
+        "A transfer engine that goes on for a second longer is stuck: the blocks are given back, and nothing is stored "
+        "until it returns. 0: no limit, blocks are kept for as long as it takes.",
+        "seconds",
+    )
     load_or_compute: Literal["off", "auto"] = _setting(
         "off",
         OFF_OR_AUTO,

@@ -92,7 +92,10 @@ class Answers:
             self._has_read(op)
 
     def store_ended(self, op: StoreOp, kept: int, reason: str = "") -> None:
-        """An asynchronous store, queued or not, is over, and reads its blocks no more; see :class:`StoreResult`."""
+        """An asynchronous store, queued or not, is over; see :class:`StoreResult`.
+
+        It reads its blocks no more, or nothing that it reads from now on will be committed.
+        """
         with self._lock:
             self._has_read(op)
             self._next.message.stored.append(StoreResult(op.store_id, kept, reason))
@@ -118,7 +121,7 @@ class Answers:
     # -- asked once per step, in this order ----------------------------------------------------------------------
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Held requests of which no store reads blocks, and parked ones whose load has ended, well or not."""
+        """Held requests whose blocks no store needs, and parked ones whose load has ended, well or not."""
         with self._lock:
             sent = {name for name in self._held if name not in self._storing}
             self._held -= sent

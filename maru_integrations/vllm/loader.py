@@ -18,7 +18,7 @@ from maru_core.errors import BackendError, TransferError, Unavailable
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape, chunks_of, failed_blocks, load_copies, problem_of
 from maru_integrations.vllm.loadqueue import Ended, LoadJob, LoadQueue, cut
-from maru_integrations.vllm.metadata import CANCELLED, UNAVAILABLE, LoadOp
+from maru_integrations.vllm.metadata import CANCELLED, LATE, UNAVAILABLE, LoadOp
 from maru_integrations.vllm.moving import Link, Planned, carry_out, leading, plan
 from maru_integrations.vllm.overlap import LoadsInUse
 from maru_integrations.vllm.streams import Lane, on_lane
@@ -32,6 +32,9 @@ _PATIENCE = 0.1
 
 #: A copy that was asked to stop may take that long before it is told of, in seconds: nothing takes longer than a piece.
 _GRACE = 2.0
+
+#: Why a load is refused while another one is stuck.
+_BEHIND = "a load before it was told to stop and has not returned"
 
 
 @frozen
@@ -62,7 +65,8 @@ class Loader:
     """Owns the link's loading transfer. All methods are for vLLM's thread; none but ``drain`` and ``close`` blocks.
 
     Invariants: every load that was submitted is answered once, as good only as far as its bytes were proven after the
-    copy; none is answered while its pages may still be written to.
+    copy; none is answered while its pages may still be written to. A call that does not return has the thread and its
+    transfer to itself until it does: meanwhile all other loads fail at once.
     """
 
     def __init__(
@@ -92,9 +96,12 @@ class Loader:
         self._thread: threading.Thread | None = None
         #: Only the loader's thread touches this.
         self._ahead: _Ahead | None = None
-        #: A copy that is past its deadline, and since when that is known; and the one that was told of.
+        #: A load that goes on although nobody wants more of it, and since when that is known.
         self._late: tuple[LoadJob, float] | None = None
+        #: The same one once that is for too long; it was told of then.
         self._stuck: LoadJob | None = None
+        #: What the thread moves bytes with, for people.
+        self._engine = ""
         self._told_plain = False
         #: Loads that may have been released.
         self.in_use = LoadsInUse()
@@ -119,10 +126,15 @@ class Loader:
                 continue
             whole = self._early(op) and not self._told_plain
             cuts = cut(chunks, self._shape, chunks * self._shape.nbytes if whole else self._settings.piece_bytes)
+            now = self._clock()
             with self._ready:
-                self._queue.add(op, fence, cuts, self._clock())
-                self._set_brake()
-                self._ready.notify()
+                stuck = self._stuck is not None and self._queue.overdue(now) is self._stuck
+                if not stuck:
+                    self._queue.add(op, fence, cuts, now)
+                    self._set_brake()
+                    self._ready.notify()
+            if stuck:
+                self._refuse(op, _BEHIND, LATE)
         self._revive()
 
     def _refuse(self, op: LoadOp, why: str, reason: str = "") -> None:
@@ -151,29 +163,39 @@ class Loader:
         with self._ready:
             ended = self._queue.look(now)
             self._set_brake()
-            late = self._queue.late_copy(now)
             if self._thread is not None and not self._thread.is_alive():
                 ended += self._abandon("the thread that loads ended")
+            stuck = self._watch(self._queue.overdue(now), now)
+            if stuck is not None:
+                ended += self._queue.end_waiting(_BEHIND)
+                self._tell_stuck(stuck, now)
         self._deliver(ended)
-        self._watch(late, now)
 
-    def _watch(self, late: LoadJob | None, now: float) -> None:
-        """Tell, once, of a copy that was asked to stop and goes on; not of one that is only now seen to be late."""
+    def _watch(self, late: LoadJob | None, now: float) -> LoadJob | None:
+        """What was asked to stop and goes on, once; not what is only now seen to be late."""
         if late is None:
-            self._late = None
+            self._late = self._stuck = None
         elif self._late is None or self._late[0] is not late:
-            self._late = (late, now)
-        elif now - self._late[1] >= _GRACE and self._stuck is not late:
+            self._late, self._stuck = (late, now), None
+        elif now - self._late[1] >= _GRACE and self._stuck is None:
             self._stuck = late
-            self._log.error(
-                "maru.load_stuck",
-                request=late.op.request_id,
-                key=late.op.keys[late.good].hex(),
-                objects_done=late.good,
-                of=len(late.op.keys),
-                seconds=round(now - late.arrived, 2),
-                effect="a copy was told to stop and has not returned; its blocks stay reserved until it does",
-            )
+            return late
+        return None
+
+    def _tell_stuck(self, late: LoadJob, now: float) -> None:
+        self._log.error(
+            "maru.load_stuck",
+            engine=self._engine,
+            request=late.op.request_id,
+            key=late.op.keys[late.good].hex(),
+            objects_done=late.good,
+            of=len(late.op.keys),
+            seconds=round(now - late.arrived, 2),
+            effect="a call was told to stop and has not returned; blocks that it may write to stay reserved, and hits "
+            "are computed, until it does",
+            remedy="look at the device and at the memory of the pool; if it does not return, restart this engine, with "
+            "another maru_transfer_engine or, where it is slow and not stuck, a longer maru_load_timeout",
+        )
 
     def close(self, timeout: float = 2.0) -> bool:
         """End the thread; whether it ended in time. What was not loaded is answered as failed."""
@@ -293,6 +315,7 @@ class Loader:
     def _move(self, job: LoadJob, beside: ThreadPoolExecutor) -> tuple[int, int]:
         """Objects of the rest that were copied, and that are proven."""
         link, op, chunks = self._link(), job.op, self._chunks(job)
+        self._engine = link.name
         if self._early(op):
             transfer = link.transfer
             if isinstance(transfer, LoadsByLayer):

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from enum import Enum
 from typing import Any
 
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 
 from maru_core.brake import Pull
 from maru_integrations.vllm.copies import ChunkShape
@@ -94,6 +94,8 @@ class LoadQueue:
 
     def __init__(self) -> None:
         self._jobs: list[LoadJob] = []
+        #: What is being worked on, ended or not.
+        self._working: LoadJob | None = None
 
     @property
     def jobs(self) -> tuple[LoadJob, ...]:
@@ -112,15 +114,13 @@ class LoadQueue:
         if not self._jobs:
             return None
         job = self._jobs[0]
+        short = None
         if job.good and not job.overtaken:
             short = next((other for other in self._jobs[1:] if other.pieces_left == 1), None)
-            if short is not None:
-                job.overtaken = True
-                short.phase = Phase.READING
-                return short
-        job.overtaken = False
-        job.phase = Phase.READING
-        return job
+        job.overtaken = short is not None
+        taken = self._working = short or job
+        taken.phase = Phase.READING
+        return taken
 
     def following(self, job: LoadJob) -> LoadJob | None:
         """The load that will be taken after ``job`` if nothing happens until that has ended."""
@@ -162,6 +162,7 @@ class LoadQueue:
 
         ``why`` the others are not.
         """
+        self._working = None
         if job.phase is Phase.ENDED:
             return []
         tried = len(job.piece) if tried is None else tried
@@ -209,13 +210,18 @@ class LoadQueue:
         late = [job for job in self._jobs if job.expires <= now and job.phase is not Phase.COPYING]
         return [self._end(job, self._over(job, now)) for job in late]
 
-    def late_copy(self, now: float) -> LoadJob | None:
-        """The load that is past its deadline and cannot end before a copy of it has returned."""
-        late = (job for job in self._jobs if job.phase is Phase.COPYING and job.expires <= now)
-        return next(late, None)
+    def overdue(self, now: float) -> LoadJob | None:
+        """The load that is being worked on although nobody wants more of it. It has ended unless it is being copied."""
+        job = self._working
+        return job if job is not None and (job.phase is Phase.ENDED or self._over(job, now)) else None
+
+    def end_waiting(self, why: str) -> list[Ended]:
+        """End everything but what is being copied: its turn will not come in time."""
+        return [evolve(self._end(job, LATE), why=why) for job in self.jobs if job.phase is not Phase.COPYING]
 
     def end_all(self, reason: str, why: str) -> list[Ended]:
         """End everything; for when nobody works on it any more."""
+        self._working = None
         return [self._end(job, reason, why) for job in self.jobs]
 
     def _over(self, job: LoadJob, now: float) -> str:

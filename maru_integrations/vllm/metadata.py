@@ -14,18 +14,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 #: Reasons for which objects of a store are not in the pool. ``LOAD_FAILED``: what they were to be copied from may hold
 #: undefined KV; ``PREEMPTED``: their blocks were taken away; ``QUEUE_FULL``: copies are slower than prefill;
-#: ``NO_ROOM``: nothing could be evicted; ``UNAVAILABLE``: no server; ``REFUSED``: a reset came between; ``ERROR``:
-#: anything else.
+#: ``LATE``: they took too long, or something before them has not returned; ``NO_ROOM``: nothing could be evicted;
+#: ``UNAVAILABLE``: no server; ``REFUSED``: a reset came between; ``ERROR``: anything else.
 LOAD_FAILED: Final = "load_failed"
 PREEMPTED: Final = "preempted"
 QUEUE_FULL: Final = "queue_full"
+LATE: Final = "late"
 NO_ROOM: Final = "no_room"
 UNAVAILABLE: Final = "unavailable"
 REFUSED: Final = "refused"
 ERROR: Final = "error"
-#: Further reasons for which a load is not complete.
+#: A further reason for which a load is not complete.
 CANCELLED: Final = "cancelled"
-LATE: Final = "late"
 
 
 @frozen
@@ -80,10 +80,11 @@ class MaruConnectorMetadata(KVConnectorMetadata):
     """One step's work. ``weights_epoch`` is the one that the scheduler's session has seen; stores run under it.
 
     ``held``: finished requests whose blocks vLLM keeps until the worker has reported each of them, once, as sent: when
-    none of its stores is queued or running. ``preempted``: requests that lose their blocks in this step; before
-    ``handle_preemptions`` returns, their queued stores are cancelled and those that run have read their last byte.
-    ``cancelled_loads``: loads that nobody waits for any more; they stop soon and are still answered, and those whose
-    requests went on before they were complete write to no block any more before ``handle_preemptions`` returns.
+    none of its stores will read them, or what one still reads is thrown away. ``preempted``: requests that lose their
+    blocks in this step; before ``handle_preemptions`` returns, their queued stores are cancelled and those that run
+    have read their last byte that counts. ``cancelled_loads``: loads that nobody waits for any more; they stop soon and
+    are still answered, and those whose requests went on before they were complete write to no block any more before
+    ``handle_preemptions`` returns.
     ``received``: parked requests that vLLM has noted as received since the step before, so that any request of this
     step may read their blocks.
     """
@@ -102,7 +103,8 @@ class LoadResult:
     """``good`` counts the objects from the front that arrived and were proven to be the granted ones.
 
     ``reason`` when that is not all: empty if the next object is at fault, which is then not promised again; else
-    ``CANCELLED``, ``LATE`` (the deadline passed) or ``UNAVAILABLE`` (the worker cannot load at all).
+    ``CANCELLED``, ``LATE`` (the deadline passed, or a load before it does not return) or
+    ``UNAVAILABLE`` (the worker cannot load at all).
     """
 
     load_id: int

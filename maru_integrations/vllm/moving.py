@@ -32,13 +32,20 @@ Copier = Callable[[Transfer, Sequence[int], Sequence[ChunkCopy]], int]
 class Link:
     """What a worker needs to move bytes: its session, and its paged memory bound to a transfer engine.
 
-    ``storing``: a second transfer, for stores, when loads and stores are made by different threads.
+    ``storing``: a second transfer, for stores, when loads and stores are made by different threads. ``engine``: whose
+    they are, for people.
     """
 
     handler: MaruHandler
     transfer: Transfer
     stored: ObjectLayout
     storing: Transfer | None = None
+    engine: str = ""
+
+    @property
+    def name(self) -> str:
+        """Whose transfers these are, for people."""
+        return self.engine or type(self.stores).__name__
 
     @property
     def stores(self) -> Transfer:

@@ -5,6 +5,7 @@ Pure: no thread, no I/O. Whoever shares it between threads locks around every ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from enum import Enum
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from attrs import define, frozen
 
 from maru_core.brake import Pull
-from maru_integrations.vllm.metadata import ERROR, PREEMPTED, QUEUE_FULL, StoreOp
+from maru_integrations.vllm.metadata import ERROR, LATE, PREEMPTED, QUEUE_FULL, StoreOp
 
 
 class Step(Enum):
@@ -31,7 +32,8 @@ class StoreJob:
     """One store. ``cuts`` are the ends of its pieces, in objects; ``kept`` counts those that are in the pool.
 
     ``fence`` is what its copies come after. ``void``: what is being copied may be overwritten and must not be
-    committed.
+    committed. ``began``: when the work on its piece did; ``told``: when it was told to stop because that takes too
+    long, both in seconds of one clock.
     """
 
     op: StoreOp
@@ -44,6 +46,8 @@ class StoreJob:
     step: Step = Step.WAITING
     cancelled: bool = False
     void: bool = False
+    began: float = -math.inf
+    told: float | None = None
 
     @property
     def piece(self) -> range:
@@ -58,7 +62,10 @@ class StoreJob:
 
 @frozen
 class Saved:
-    """A store that is over and reads its pages no more; ``reason`` is one of metadata's when not all was kept."""
+    """A store that is over: what it reads from now on, if it does, is thrown away.
+
+    ``reason`` is one of metadata's when not all was kept.
+    """
 
     op: StoreOp
     kept: int
@@ -73,11 +80,19 @@ class SaveQueue:
     comes behind it. The first does not count because its time is not the bus's: it waits for the step that computes
     what it stores, two steps of a long prefill where they are scheduled asynchronously, and by then the next prompt is
     complete.
+
+    ``timeout``: seconds after which the work on one piece is late, and told to stop. One that goes on for ``grace``
+    seconds more is *stuck*: it ends with all that waits, and until it returns whatever comes is dropped at once.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, timeout: float = math.inf, grace: float = 0.0) -> None:
         self._limit = limit
+        self._timeout = timeout
+        self._grace = grace
         self._jobs: list[StoreJob] = []
+        #: What is being worked on, ended or not.
+        self._working: StoreJob | None = None
+        self._stuck = False
 
     @property
     def jobs(self) -> tuple[StoreJob, ...]:
@@ -89,19 +104,27 @@ class SaveQueue:
         """Bytes of all stores behind the first."""
         return sum(job.nbytes for job in self._jobs[1:])
 
+    @property
+    def stuck(self) -> StoreJob | None:
+        """The store that was answered although the work on it has not returned."""
+        return self._working if self._stuck else None
+
     def add(self, op: StoreOp, fence: Any, weights_epoch: int, cuts: tuple[int, ...], nbytes: int) -> list[Saved]:
         """Queue a store of at least one piece, or drop it."""
+        if self._stuck:
+            return [Saved(op, 0, LATE)]
         if len(self._jobs) > 1 and self.waiting_bytes + nbytes > self._limit:
             return [Saved(op, 0, QUEUE_FULL)]
         self._jobs.append(StoreJob(op, fence, weights_epoch, cuts, nbytes))
         return []
 
-    def take(self) -> StoreJob | None:
+    def take(self, now: float) -> StoreJob | None:
         """The store whose next piece is to be copied now; ``None`` when there is none."""
         if not self._jobs:
             return None
-        self._jobs[0].step = Step.TALKING
-        return self._jobs[0]
+        job = self._working = self._jobs[0]
+        job.step, job.began = Step.TALKING, now
+        return job
 
     def begin_copy(self, job: StoreJob) -> bool:
         """Whether its pages may be read now; not when it was cancelled."""
@@ -112,7 +135,7 @@ class SaveQueue:
 
     def pull(self) -> Pull:
         """What the copy that is under way, if there is one, is asked for."""
-        stopped = any(job.cancelled and job.step is Step.COPYING for job in self._jobs)
+        stopped = self._stuck or any(job.cancelled and job.step is Step.COPYING for job in self._jobs)
         return Pull.STOP if stopped else Pull.GO_ON
 
     def end_copy(self, job: StoreJob) -> None:
@@ -122,12 +145,14 @@ class SaveQueue:
 
     def moved(self, job: StoreJob, kept: int, reason: str) -> list[Saved]:
         """Its piece was dealt with: ``kept`` of its objects are in the pool now; with a ``reason`` the store ends."""
+        self._working, self._stuck = None, False
         if job.step is Step.ENDED:
             return []
         job.kept += kept
         job.moved += 1
         if reason or job.cancelled or job.moved == len(job.cuts):
-            return [self._end(job, reason or (PREEMPTED if job.moved < len(job.cuts) else ""))]
+            reason = reason or (PREEMPTED if job.moved < len(job.cuts) else "")
+            return [self._end(job, LATE if reason == PREEMPTED and job.told is not None else reason)]
         job.step = Step.WAITING
         return []
 
@@ -151,8 +176,26 @@ class SaveQueue:
             if job.step is Step.COPYING and job.op.request_id in request_ids:
                 job.void = True
 
+    def look(self, now: float) -> list[Saved]:
+        """vLLM's thread looks, once per step: work that is late is told to stop, and is stuck when it goes on.
+
+        The time for that begins with the look: after a long step it may be about to return.
+        """
+        job = self._working
+        if job is None or self._stuck:
+            return []
+        if job.told is None:
+            if now - job.began >= self._timeout:
+                job.cancelled, job.told = True, now
+            return []
+        if now - job.told < self._grace:
+            return []
+        job.void = self._stuck = True
+        return [self._end(waiting, LATE) for waiting in self.jobs]
+
     def end_all(self, reason: str = ERROR) -> list[Saved]:
         """End everything that is queued; for when nobody works on it any more."""
+        self._working, self._stuck = None, False
         return [self._end(job, reason) for job in self.jobs]
 
     def _end(self, job: StoreJob, reason: str) -> Saved:

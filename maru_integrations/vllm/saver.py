@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -36,8 +37,10 @@ class SaverSettings:
     piece_bytes: int = 2 << 30
     #: Of one call of a transfer that cannot be told to stop.
     part_bytes: int = 256 << 20
-    #: Longest wait of a preemption for a copy that was told to stop, in seconds; then what it read is thrown away.
+    #: Longest wait for a copy that was told to stop, in seconds; then what it read is thrown away.
     drain_seconds: float = 1.0
+    #: After which a piece is told to stop, in seconds; 0: never.
+    timeout: float = 30.0
     log_timing: bool = False
 
 
@@ -45,11 +48,19 @@ class Saver:
     """Owns the link's storing transfer. All methods are for vLLM's thread; none but ``preempt`` and ``close`` blocks.
 
     Invariants: every store that was submitted is answered once; its blocks are said to be read, or it is answered, only
-    when nothing reads them any more; nothing is committed that was read from blocks after their request had lost them.
+    when nothing that is read from them later will be committed; nothing is committed that was read from blocks after
+    their request had lost them. A call that does not return has the thread and its transfer to itself until it does:
+    meanwhile nothing is stored.
     """
 
     def __init__(
-        self, link: Callable[[], Link], shape: ChunkShape, answers: Answers, lane: Lane, settings: SaverSettings
+        self,
+        link: Callable[[], Link],
+        shape: ChunkShape,
+        answers: Answers,
+        lane: Lane,
+        settings: SaverSettings,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``link`` connects if need be and raises MaruError."""
         self._link = link
@@ -57,16 +68,19 @@ class Saver:
         self._answers = answers
         self._lane = lane
         self._settings = settings
+        self._clock = clock
         #: Objects that a transfer that cannot be told to stop copies in one call.
         self._part = max(1, settings.part_bytes // max(1, shape.nbytes)) * shape.objects
         self._log = logs.get_logger(__name__)
         self._ready = threading.Condition()
-        self._queue = SaveQueue(settings.limit_bytes)
+        self._queue = SaveQueue(settings.limit_bytes, settings.timeout or math.inf, settings.drain_seconds)
         #: Of the copy that is under way; set from what the queue says whenever that may have changed.
         self._brake = Brake()
         self._closing = False
         self._thread: threading.Thread | None = None
         self._told: set[str] = set()
+        #: What the thread moves bytes with, for people.
+        self._engine = ""
 
     # -- on vLLM's thread ------------------------------------------------------------------------------------------
 
@@ -116,12 +130,21 @@ class Saver:
         self._deliver(ended)
 
     def poll(self) -> None:
-        """Answer for what has nobody left to work on it."""
+        """Answer for what is stuck, and for what has nobody left to work on it."""
+        now = self._clock()
         with self._ready:
-            if self._thread is None or self._thread.is_alive():
+            if self._thread is None:
                 return
-            self._thread = None
-            ended = self._queue.end_all(ERROR)
+            stuck = None
+            if self._thread.is_alive():
+                ended = self._queue.look(now)
+                stuck = self._queue.stuck if ended else None
+            else:
+                self._thread = None
+                ended = self._queue.end_all(ERROR)
+            self._brake.pull = self._queue.pull()
+        if stuck is not None:
+            self._tell_stuck(stuck, now, len(ended))
         self._deliver(ended)
 
     def close(self, timeout: float = 2.0) -> bool:
@@ -162,7 +185,7 @@ class Saver:
                         self._ready.wait()
                     if self._closing:
                         return
-                    job = self._queue.take()
+                    job = self._queue.take(self._clock())
                 if job is not None:
                     self._work(job)
 
@@ -171,8 +194,10 @@ class Saver:
         piece = job.piece
         kept = 0
         try:
+            link = self._link()
+            self._engine = link.name
             kept, reason = write(
-                self._link(),
+                link,
                 part_of(job.op, self._shape, piece),
                 self._shape,
                 job.weights_epoch,
@@ -184,7 +209,12 @@ class Saver:
             reason = ERROR
             self._tell_once(error)
         with self._ready:
+            was_stuck = self._queue.stuck is job
             ended = self._queue.moved(job, kept, reason)
+            self._brake.pull = self._queue.pull()
+        if was_stuck:
+            seconds = round(self._clock() - job.began, 2)
+            self._log.info("maru.store_returned", engine=self._engine, seconds=seconds, effect="stores go on")
         if self._settings.log_timing:
             took = round((time.perf_counter() - start) * 1000, 2)
             self._log.info("maru.store", request=job.op.request_id, objects=len(piece), kept=kept, ms=took)
@@ -223,6 +253,20 @@ class Saver:
         if kind not in self._told:
             self._told.add(kind)
             self._log.warning("maru.store_skipped", error=show(error), kind=kind, told="once per kind")
+
+    def _tell_stuck(self, job: StoreJob, now: float, dropped: int) -> None:
+        self._log.error(
+            "maru.store_stuck",
+            engine=self._engine,
+            request=job.op.request_id,
+            seconds=round(now - job.began, 2),
+            maru_store_timeout=self._settings.timeout,
+            stores_dropped=dropped,
+            effect="a call was told to stop and has not returned: its blocks are given back, what it copies is thrown "
+            "away, its room in the pool stays reserved, and nothing is stored until it returns",
+            remedy="look at the device and at the memory of the pool; if it does not return, restart this engine, with "
+            "another maru_transfer_engine or, where it is slow and not stuck, a longer maru_store_timeout",
+        )
 
     def _tell_of_pressure(self, op: StoreOp, nbytes: int, waiting: int) -> None:
         if QUEUE_FULL not in self._told:

@@ -188,7 +188,8 @@ def threads_of(plan: Plan, paged: PagedLayout, device: Any) -> Threads:
     if config.async_store:
         page = len(paged.planes) * paged.num_layers * paged.block_size * paged.hidden * paged.element_size
         # What waits to be stored keeps its blocks from others.
-        stores = SaverSettings(limit_bytes=paged.num_blocks * page // 4, log_timing=config.log_timing)
+        limit = paged.num_blocks * page // 4
+        stores = SaverSettings(limit, timeout=config.store_timeout, log_timing=config.log_timing)
     return Threads(lambda: lane_for(device), loads, stores)
 
 
@@ -215,7 +216,7 @@ def open_link(plan: Plan, paged: PagedLayout, layers: list[Any], chooser: Engine
             staging = sum(getattr(transfer, "staging_bytes", 0) for transfer in opened)
             logs.get_logger(__name__).info("maru.transfers", count=len(opened), staging_bytes=staging)
         handler = connect(plan, "worker", device.type, pools, engine.name)
-        return Link(handler, opened[0], plan.stored, opened[1] if len(opened) > 1 else None)
+        return Link(handler, opened[0], plan.stored, opened[1] if len(opened) > 1 else None, engine.name)
     except BaseException:
         for transfer in opened:
             transfer.close()

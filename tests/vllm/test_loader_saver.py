@@ -78,10 +78,11 @@ class World:
         self.caches = [torch.zeros((2, BLOCKS, TOKENS, 1, HIDDEN), dtype=torch.int16) for _ in range(LAYERS)]
         self.link = Link(self.handler, self.transfer(), STORED, self.transfer())  # type: ignore[arg-type]
         self.heard = MaruWorkerMetadata()
+        self.sent: list[str] = []
         self.received: list[str] = []
         self.failed: set[int] = set()
         self.late = 0
-        #: How far the loader's clock is ahead, in seconds.
+        #: How far the clock of both threads is ahead, in seconds.
         self.ahead = 0.0
 
     def transfer(self) -> SlowTransfer:
@@ -102,7 +103,14 @@ class World:
         )
 
     def saver(self, **settings: Any) -> Saver:
-        return Saver(lambda: self.link, SHAPE, self.answers, HostLane(), SaverSettings(1 << 20, **settings))
+        return Saver(
+            lambda: self.link,
+            SHAPE,
+            self.answers,
+            HostLane(),
+            SaverSettings(1 << 20, **settings),
+            lambda: time.monotonic() + self.ahead,
+        )
 
     def put(self, number: int) -> None:
         grants = self.handler.reserve([key(number)], STORED.nbytes, [bytes(32)], weights_epoch=0)
@@ -142,7 +150,8 @@ class World:
         return op
 
     def take(self) -> None:
-        _, received = self.answers.take_finished()
+        sent, received = self.answers.take_finished()
+        self.sent += sent
         self.received += received
         self.failed |= self.answers.take_failed_blocks()
         answer = self.answers.take_metadata()

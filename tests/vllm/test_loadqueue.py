@@ -95,12 +95,12 @@ def test_a_load_that_is_being_copied_outlives_its_deadline_and_ends_with_its_pie
     assert queue.take() is job
     assert queue.begin_copy(job, 0.5) == (True, [])
     assert queue.expire(2.0) == []
-    assert queue.late_copy(2.0) is job
+    assert queue.overdue(2.0) is job
     assert queue.cancel([0]) == []
     queue.end_copy(job)
     (end,) = queue.moved(job, 1, 2.0)
     assert (end.good, end.reason) == (1, CANCELLED)
-    assert queue.late_copy(3.0) is None
+    assert queue.overdue(3.0) is None
     assert queue.take() is None
 
 
