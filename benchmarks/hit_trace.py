@@ -7,13 +7,13 @@ is off until it is asked for.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from attrs import define, field, frozen
 
+from benchmarks.beside_python import sleep_outside
 from maru_core.brake import Brake
 from maru_core.geometry import ChunkCopy
 from maru_transfer.prepared import prepare
@@ -36,8 +36,6 @@ HOOKS = (
     "get_block_ids_with_load_errors",
     "build_connector_worker_meta",
 )
-
-_usleep = ctypes.CDLL(None).usleep
 
 
 @define
@@ -75,7 +73,7 @@ class Bus:
         result = move()
         left = begin + copies * self.seconds_per_copy - time.perf_counter()
         if left > 0:
-            _usleep(round(left * 1e6))
+            sleep_outside(left)
         self.log.append((begin, time.perf_counter()))
         return result
 

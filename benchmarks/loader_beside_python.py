@@ -1,18 +1,17 @@
 """A load must take hardly longer than its bytes although an engine's thread runs Python beside the loader's.
 
 The real loader loads requests of 64 objects of 32 MiB, planned by the kernel engine's slicer, through a copy that is a
-sleep without the interpreter's lock. Beside it a thread does what an engine core does: ``empty steps`` (Python, then
-a sleep of a millisecond, as 0.22.1 and 0.32 do while requests are parked), ``decode`` steps (Python, then a wait
-for the device), or it ``spins``, which is only for comparison. ``in parts``: the same with a call per 256 MiB and with
-two returns from native code in each, as it was before loads were one call. Exits with 1 when the loader adds more than
-15 % beside empty or decode steps, to a load by itself or to each of several that wait in a row.
+sleep without the interpreter's lock. Beside it a thread does what an engine core does: ``empty steps`` while requests
+are parked, ``decode`` steps, or it ``spins``, which is only for comparison (``beside_python.py`` says what each takes).
+``in parts``: the same with a call per 256 MiB and with two returns from native code in each, as it was before loads
+were one call. Exits with 1 when the loader adds more than 15 % beside empty or decode steps, to a load by itself or to
+each of several that wait in a row.
 Run: ``python benchmarks/loader_beside_python.py [--json FILE]``.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import mmap
 import statistics
 import sys
@@ -20,17 +19,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attrs import define, frozen
+from attrs import frozen
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.beside_python import InParts, Whole, steps_of
 from benchmarks.outcome import Bound, Outcome, main
-from maru_core.brake import Brake
-from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout, PlaneStrides
+from maru_core.geometry import ObjectLayout, PagedLayout, PlaneStrides
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape
 from maru_integrations.vllm.loader import Loader, LoaderSettings
@@ -56,60 +54,6 @@ PAGED = PagedLayout(
 )
 SHAPE = ChunkShape(BLOCK, CHUNK, STORED.nbytes)
 BOUND = 0.15
-
-_usleep = ctypes.CDLL(None).usleep
-
-
-@define
-class Copies:
-    """A transfer whose copies are sleeps in proportion to their bytes."""
-
-    seconds_per_object: float
-    slicer: Slicer
-    base: int
-
-    def load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
-        """Part by part: one call submits, the next one waits."""
-        self._plan(block_ids, copies)
-        _usleep(1)
-        _usleep(round(len(copies) * self.seconds_per_object * 1e6))
-
-    def store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
-        """Not used."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-    def _plan(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
-        places = [self.base + copy.chunk * STORED.nbytes for copy in copies]
-        self.slicer.job(LOAD, block_ids, copies, places, lambda at, length: [(at, at + length, True)])
-
-
-@define
-class Whole(Copies):
-    """Implements PreparesLoads, too."""
-
-    def prepare_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> Prepared:
-        """Planned now."""
-        self._plan(block_ids, copies)
-        return Prepared(len(copies), self.seconds_per_object)
-
-
-@frozen
-class Prepared:
-    """Implements PreparedLoad; nobody pulls the brake here."""
-
-    count: int
-    seconds_per_object: float
-
-    def run(self, brake: Brake, least: int) -> int:
-        """One call."""
-        _usleep(round(self.count * self.seconds_per_object * 1e6))
-        return self.count
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 @frozen
@@ -164,25 +108,6 @@ def compute(seconds: float) -> None:
         pass
 
 
-def empty_step() -> None:
-    """A step in which nothing is scheduled."""
-    compute(0.0005)
-    time.sleep(0.001)
-
-
-def decode_step() -> None:
-    """A step that computes on a device."""
-    compute(0.0025)
-    time.sleep(0.003)
-
-
-ENGINES: dict[str, Callable[[], None]] = {
-    "empty steps": empty_step,
-    "decode": decode_step,
-    "spins": partial(compute, 0.001),
-}
-
-
 @contextmanager
 def engine(step: Callable[[], None]) -> Iterator[None]:
     """A thread that steps."""
@@ -201,7 +126,7 @@ def engine(step: Callable[[], None]) -> Iterator[None]:
         thread.join()
 
 
-def measure(transfer: Copies, handler: Any, many: int) -> float:
+def measure(transfer: InParts, handler: Any, many: int) -> float:
     """Seconds from handing over ``many`` loads until the last one is answered."""
     answers = Answers()
     link = Link(handler, transfer, STORED)
@@ -231,15 +156,14 @@ def run(options: argparse.Namespace) -> Outcome:
     bare = options.copy_ms / 1e3
     pool = memoryview(mmap.mmap(-1, OBJECTS * STORED.nbytes))
     slicer = Slicer(PAGED, STORED, Limits(32 << 20, 2 << 20, 4 << 20))
-    base = ctypes.addressof(ctypes.c_char.from_buffer(pool.obj))  # type: ignore[arg-type]
-    ways = {"in parts": Copies, "whole": Whole}
+    ways = {"in parts": InParts, "whole": Whole}
     table = [["added to the copy", *(f"{way}, {many}" for way in ways for many in ("one", f"{ROW} in a row"))]]
     figures: dict[str, Any] = {}
     bounds = []
-    for name, step in ENGINES.items():
+    for name, step in steps_of(compute).items():
         line = []
         for way, kind in ways.items():
-            transfer = kind(bare / OBJECTS, slicer, base)
+            transfer = kind(bare / OBJECTS, slicer, LOAD)
             for many in (1, ROW):
                 with engine(step):
                     took = [measure(transfer, Objects(pool, ()), many) for _ in range(options.repeats)]

@@ -2,10 +2,10 @@
 
 The real saver stores requests of 64 chunks, planned by the kernel engine's slicer, into a real server's pool, through a
 copy that is a sleep without the interpreter's lock, as long as 2 GiB on a bus. Objects are small, so checksums are not
-in it. The thread that hands stores over steps meanwhile as vLLM's does: ``decode`` (Python, then a wait for the
-device), ``empty steps`` (Python, then a sleep of a millisecond), or it ``spins``, which is only for comparison.
-``in pieces``: a reservation, a copy with two returns from native code and a commit for each eighth, as it was before a
-store was one call. ``layerwise``: 32 times as many objects.
+in it. The thread that hands stores over steps meanwhile as vLLM's does: ``empty steps``, ``decode`` steps, or it
+``spins``, which is only for comparison (``beside_python.py`` says what each takes). ``in pieces``: a reservation, a
+copy with two returns from native code and a commit for each eighth, as it was before a store was one call.
+``layerwise``: 32 times as many objects.
 
 Shown are what the saver adds to the copy until the blocks of a request are free, by how much the steps until then were
 longer than those before, and the saver's own time of a processor. Exits with 1 when, beside decode or empty steps, the
@@ -23,20 +23,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from attrs import define, frozen
+from attrs import frozen
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.loader_beside_python import Prepared, _usleep
+from benchmarks.beside_python import InParts, Whole, steps_of
 from benchmarks.outcome import Bound, Outcome, main
 from maru_core.client import MaruHandler
 from maru_core.config import MaruConfig
-from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout, PlaneStrides
+from maru_core.geometry import ObjectLayout, PagedLayout, PlaneStrides
 from maru_core.namespace import Namespace
 from maru_core.testing_server import RunningServer
 from maru_integrations.vllm.answers import Answers
@@ -86,43 +85,8 @@ class Format:
 FORMATS = {"": Format(1), "layerwise": Format(LAYERS)}
 
 
-@define
-class InPieces:
-    """A transfer whose copies are sleeps in proportion to their bytes, with two returns from native code."""
-
-    seconds_per_object: float
-    slicer: Slicer
-
-    def store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
-        """One call submits, the next one waits."""
-        self._plan(block_ids, copies)
-        _usleep(1)
-        _usleep(round(len(copies) * self.seconds_per_object * 1e6))
-
-    def load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
-        """Not used."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-    def _plan(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
-        places = [4096 * number for number in range(len(copies))]
-        self.slicer.job(STORE, block_ids, copies, places, lambda at, length: [(at, at + length, True)])
-
-
-@define
-class Whole(InPieces):
-    """Implements PreparesStores, too."""
-
-    def prepare_store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> Prepared:
-        """Planned now."""
-        self._plan(block_ids, copies)
-        return Prepared(len(copies), self.seconds_per_object)
-
-
 #: The transfer, and into how many pieces the saver cuts a store.
-WAYS = {"in pieces": (InPieces, PIECES), "whole": (Whole, 1)}
+WAYS = {"in pieces": (InParts, PIECES), "whole": (Whole, 1)}
 
 
 class Stopwatch(Answers):
@@ -163,21 +127,6 @@ def calibrated() -> float:
         work(count)
         times.append(time.perf_counter() - start)
     return count / min(times)
-
-
-def make_steps(rate: float) -> dict[str, Callable[[], None]]:
-    """Steps of engines: seconds of Python, then seconds asleep."""
-
-    def step(busy: float, asleep: float) -> None:
-        work(round(busy * rate))
-        if asleep:
-            time.sleep(asleep)
-
-    return {
-        "decode": partial(step, 0.0025, 0.003),
-        "empty steps": partial(step, 0.0005, 0.001),
-        "spins": partial(step, 0.001, 0.0),
-    }
 
 
 def seconds_of(step: Callable[[], None], going_on: Callable[[int], bool]) -> list[float]:
@@ -250,8 +199,9 @@ def run(options: argparse.Namespace) -> Outcome:
     table = [["", *(f"{way}{name and ' ' + name}, {many}" for way, name, many in ways)]]
     figures: dict[str, Any] = {}
     bounds = []
+    rate = calibrated()
     with handler() as session:
-        for engine, step in make_steps(calibrated()).items():
+        for engine, step in steps_of(lambda busy: work(round(busy * rate))).items():
             lines = [[f"{engine}: {what}"] for what in ("added to the copy", "ms added to steps", "ms of a processor")]
             for way, name, many in ways:
                 format_ = FORMATS[name]
@@ -280,7 +230,7 @@ def saver_of(session: MaruHandler, way: str, format_: Format, bare: float) -> It
     """A saver whose copies of a request take ``bare`` seconds."""
     kind, pieces = WAYS[way]
     slicer = Slicer(PAGED, format_.stored, Limits(format_.stored.nbytes, 1 << 40, -1))
-    link = Link(session, kind(bare / CHUNKS / format_.objects, slicer), format_.stored)
+    link = Link(session, kind(bare / CHUNKS / format_.objects, slicer, STORE), format_.stored)
     settings = SaverSettings(1 << 40, piece_bytes=CHUNKS * format_.shape.nbytes // pieces)
     answers = Stopwatch()
     saver = Saver(lambda: link, format_.shape, answers, HostLane(), settings)

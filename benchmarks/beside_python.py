@@ -1,0 +1,96 @@
+"""For benchmarks of what moves KV beside a thread that runs Python: an engine's steps, and copies that are sleeps."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from attrs import define, frozen
+
+from maru_core.brake import Brake
+from maru_core.geometry import ChunkCopy
+from maru_transfer.slices import Slicer
+
+_usleep = ctypes.CDLL(None).usleep
+
+
+def sleep_outside(seconds: float) -> None:
+    """Sleep in one native call, without the interpreter's lock, as a thread does that waits for a bus."""
+    _usleep(round(seconds * 1e6))
+
+
+def steps_of(python: Callable[[float], object]) -> dict[str, Callable[[], None]]:
+    """What a thread does again and again, by name; ``python`` runs Python for so many seconds.
+
+    ``empty steps``: Python, then a sleep of a millisecond, as vLLM 0.22.1 and 0.32 do while requests are parked.
+    ``decode``: Python, then a wait for the device. ``spins`` never lets go, which is only for comparison.
+    """
+
+    def step(busy: float, asleep: float) -> None:
+        python(busy)
+        if asleep:
+            time.sleep(asleep)
+
+    return {
+        "empty steps": partial(step, 0.0005, 0.001),
+        "decode": partial(step, 0.0025, 0.003),
+        "spins": partial(step, 0.001, 0.0),
+    }
+
+
+@define
+class InParts:
+    """A transfer, planned as the kernel engine's, whose copies are sleeps in proportion to their bytes.
+
+    Each call returns from native code twice, as when one submits and the next one waits. ``direction``: which way.
+    """
+
+    seconds_per_object: float
+    slicer: Slicer
+    direction: int
+
+    def load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
+        """Plan and sleep."""
+        self.plan(block_ids, copies)
+        sleep_outside(1e-6)
+        sleep_outside(len(copies) * self.seconds_per_object)
+
+    store = load
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def plan(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
+        """What planning takes, for objects that follow each other in memory that the driver knows."""
+        places = [self.slicer.stored.nbytes * number for number in range(len(copies))]
+        self.slicer.job(self.direction, block_ids, copies, places, lambda at, length: [(at, at + length, True)])
+
+
+@define
+class Whole(InParts):
+    """Implements PreparesLoads and PreparesStores, too: all in one call."""
+
+    def prepare_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> Prepared:
+        """Planned now."""
+        self.plan(block_ids, copies)
+        return Prepared(len(copies), self.seconds_per_object)
+
+    prepare_store = prepare_load
+
+
+@frozen
+class Prepared:
+    """Implements PreparedLoad and PreparedStore; nobody pulls the brake here."""
+
+    count: int
+    seconds_per_object: float
+
+    def run(self, brake: Brake, least: int) -> int:
+        """One call."""
+        sleep_outside(self.count * self.seconds_per_object)
+        return self.count
+
+    def close(self) -> None:
+        """Nothing is held."""
