@@ -197,7 +197,7 @@ def test_a_dropped_allocation_keeps_its_pages_for_the_life_of_the_process(folder
 def test_close_gives_open_allocations_back(folder: Folder, handler: MaruHandler) -> None:
     room = handler.alloc("a", 5)
     handler.close()
-    with pytest.raises(MaruError):
+    with pytest.raises(MaruError, match="no bytes to write"):
         room.view[:] = b"later"
     other = folder.connect()
     # A goodbye that is late on its way is as good as a death, which is noticed a little later.

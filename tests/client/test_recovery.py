@@ -237,7 +237,7 @@ def test_garbage_instead_of_replies_is_an_error_not_a_hang(serve: Any, connect: 
     handler = connect()
     for junk in ([], [1], ["a", "b", "c"], [1, 2]):
         server.spoil = lambda request, reply, junk=junk: junk if request[0] == Op.PROBE else reply
-        with pytest.raises(MaruError):
+        with pytest.raises(MaruError, match="a reply"):
             handler.probe([bytes(32)])
     server.spoil = lambda request, reply: reply
     eventually(lambda: handler.is_up)

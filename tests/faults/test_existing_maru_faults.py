@@ -120,7 +120,7 @@ def test_2_giving_back_what_was_stored_changes_nothing(folder: Folder) -> None:
     room.view[:] = stamped("a", 100_000)
     assert room.commit() is StoreResult.STORED
     room.abort()
-    with pytest.raises(MaruError):
+    with pytest.raises(MaruError, match="committed or aborted before"):
         room.commit()
     grants = handler.reserve([handler.key("b")], 100_000)
     handler.view(grants.epoch, grants.entries[0], 100_000)[:] = stamped("b", 100_000)

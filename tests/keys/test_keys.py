@@ -137,9 +137,9 @@ def test_a_list_shorter_than_asked_for_is_refused():
         chain.extend(list(range(7)), 8)
 
 
-@pytest.mark.parametrize(("root", "chunk_tokens"), [(b"short", 4), (ROOT, 0)])
-def test_a_chain_without_a_root_or_a_chunk_is_refused(root, chunk_tokens):
-    with pytest.raises(MaruError):
+@pytest.mark.parametrize(("root", "chunk_tokens", "told"), [(b"short", 4, "5 bytes"), (ROOT, 0, "chunk_tokens=0")])
+def test_a_chain_without_a_root_or_a_chunk_is_refused(root, chunk_tokens, told):
+    with pytest.raises(MaruError, match=told):
         KeyChain(root, chunk_tokens)
 
 

@@ -100,9 +100,9 @@ def test_pytest_alone_runs_the_quick_tests(options: dict[str, Any], default: str
 
 def test_steps_search_with_full_budgets() -> None:
     script = (ROOT / "scripts/test.sh").read_text()
-    for line in script.splitlines():
-        if "pytest -q -n" in line and not line.endswith("-m build"):
-            assert "--hypothesis-profile=full" in line
+    steps = [line for line in script.splitlines() if "pytest -q -n" in line and not line.endswith("-m build")]
+    assert len(steps) == 2
+    assert all("--hypothesis-profile=full" in line for line in steps)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -43,6 +43,7 @@ from maru_integrations.vllm.streams import HostLane
 from maru_integrations.vllm.worker import MaruWorker, Patience
 from tests.vllm.fake_store import FakeHandler, FakeStore
 from tests.vllm.slow_transfer import Pace, SlowTransfer
+from tests.waiting import eventually
 
 TOKENS, LAYERS, HIDDEN, BLOCKS = 4, 2, 2, 40
 PAGED = PagedLayout(
@@ -314,8 +315,7 @@ def test_a_copy_that_is_seen_late_and_returns_is_not_called_stuck(world: World) 
     loader = world.loader()
     with closing(world, loader), capture_logs() as logs:
         loader.submit([world.load(1, 1, deadline=5.0)])
-        while not world.pace.calls:
-            time.sleep(0.001)
+        eventually(lambda: world.pace.calls)
         world.ahead = 60
         loader.poll()
         gate.set()
@@ -485,8 +485,7 @@ def test_aborted_loads_stop_soon_and_are_answered_once(world: World) -> None:
     loader = world.loader(piece_bytes=STORED.nbytes)
     with closing(world, loader):
         loader.submit([world.load(1, 1, 2, 3), world.load(2, 4)])
-        while not world.pace.calls:
-            time.sleep(0.001)
+        eventually(lambda: world.pace.calls)
         loader.cancel([1, 2])
         world.until(loads=1)
         gate.set()
@@ -515,9 +514,7 @@ def test_a_failure_after_the_release_is_never_silent(world: World) -> None:
         op = world.load(1, 1, 2, overlap=True)
         world.pace.failures.append(OSError("injected"))
         loader.submit([op])
-        while not world.received:
-            world.take()
-            time.sleep(0.001)
+        eventually(lambda: world.take() or world.received)
         assert not world.heard.loads
         loader.in_use.use(["r1"])
         tell = world.answers.load_ended

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maru_core.client import Lease
-from maru_core.errors import MaruError, StaleEpoch, Unavailable
+from maru_core.errors import StaleEpoch, Unavailable
 from maru_integrations.vllm import questions
 from maru_integrations.vllm.questions import Question
 from tests.vllm.fake_store import FakeHandler, FakeStore
@@ -102,7 +102,7 @@ def test_a_server_that_goes_between_slices_leaves_no_lease() -> None:
     question = ask(handler, keys, 0, 9)
     assert question.poll() is None
     store.up = False
-    with pytest.raises(MaruError):
+    with pytest.raises(Unavailable):
         question.poll()
     assert not store.leases
 

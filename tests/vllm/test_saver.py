@@ -23,6 +23,7 @@ from maru_integrations.vllm.streams import HostLane
 from tests.vllm.fake_store import FakeHandler
 from tests.vllm.slow_transfer import BrakedTransfer, SlowTransfer
 from tests.vllm.test_loader_saver import BLOCKS, PAGED, SHAPE, STORED, World, _With, closing, key
+from tests.waiting import eventually
 
 #: Nothing of what a preempted request lost is this byte.
 OVERWRITTEN = 250
@@ -83,8 +84,7 @@ def test_of_a_large_store_the_beginning_is_found_while_the_rest_is_copied(world:
     saver = world.saver(piece_bytes=10 * STORED.nbytes)
     with closing(world, saver):
         saver.submit([world.save(1, *range(1, 31))], 0)
-        while len(world.pace.calls) < 3:
-            time.sleep(0.001)
+        eventually(lambda: len(world.pace.calls) == 3)
         assert [world.is_stored(number) for number in (1, 10, 11)] == [True, True, False]
         gate.set()
         world.until(stores=1)
@@ -108,11 +108,8 @@ def test_blocks_are_free_when_they_were_read_not_when_all_is_committed(world: Wo
     with closing(world, saver):
         world.answers.hold(["a"])
         saver.submit([world.save(1, *range(1, 7))], 0)
-        sent: set[str] = set()
-        while not sent:
-            sent, _ = world.answers.take_finished()
-            assert not sent or len(world.pace.calls) == 2 * pieces, "after the last piece was read"
-            time.sleep(0.001)
+        eventually(lambda: world.answers.take_finished()[0])
+        assert len(world.pace.calls) == 2 * pieces, "after the last piece was read"
         overwrite(world, *range(1, 7))
         assert not world.is_stored(6)
         gate.set()
@@ -138,8 +135,7 @@ def test_a_preempted_store_stops_within_a_slice_and_keeps_what_it_has(world: Wor
     saver = world.saver()
     with closing(world, saver):
         saver.submit([world.save(1, *range(1, 21))], 0)
-        while not world.pace.calls:
-            time.sleep(0.001)
+        eventually(lambda: world.pace.calls)
         time.sleep(0.3)
         start = time.monotonic()
         saver.preempt(["a"])
@@ -241,8 +237,7 @@ def test_closing_stops_what_is_copied(world: World) -> None:
     world.pace.pause = lambda: time.sleep(0.05)
     saver = world.saver()
     saver.submit([world.save(1, *range(1, 31)), world.save(2, 31)], 0)
-    while not world.pace.calls:
-        time.sleep(0.001)
+    eventually(lambda: world.pace.calls)
     start = time.monotonic()
     assert saver.close(2.0)
     assert time.monotonic() - start < 1.0
