@@ -160,10 +160,10 @@ def one_call(driver: HostMemoryDriver, address: int, size: int, threads: int) ->
 
 
 def in_pieces(
-    backend: StorageBackend, descriptor: PoolDescriptor, driver: HostMemoryDriver, piece: int | None
+    backend: StorageBackend, descriptor: PoolDescriptor, driver: HostMemoryDriver, piece: int | None, busy: bool
 ) -> tuple[float, float, float, int]:
     """The worker's way: seconds in all, until the first piece was registered, and to unregister; how many pieces."""
-    registrar = PinnedPools(lambda: driver, piece=piece)
+    registrar = PinnedPools(lambda: driver, busy=lambda: busy, piece=piece)
     regions = Regions((descriptor,), Host(backend), b"", registrar)
     start = time.perf_counter()
     regions.map_all()
@@ -198,10 +198,11 @@ def register(
     driver: HostMemoryDriver,
     helpers: int | None,
     piece: int | None,
+    busy: bool,
 ) -> tuple[float, float, float, int]:
     """:func:`in_pieces` when ``helpers`` is ``None``, else the same of :func:`one_call` over a fresh mapping."""
     if helpers is None:
-        return in_pieces(backend, descriptor, driver, piece)
+        return in_pieces(backend, descriptor, driver, piece, busy)
     with mapping_of(backend, descriptor) as (address, nbytes):
         taken, undo = one_call(driver, address, nbytes, helpers)
     return taken, taken, undo, 1
@@ -275,7 +276,8 @@ def measure(driver: HostMemoryDriver, options: argparse.Namespace) -> Outcome:
                     tries = []
                     for _ in range(options.repeats):
                         with nullcontext(shared) if shared else pool_in(folder, size) as (backend, pool):
-                            tries.append(register(backend, pool.region.descriptor, driver, helpers, options.piece))
+                            descriptor = pool.region.descriptor
+                            tries.append(register(backend, descriptor, driver, helpers, options.piece, options.busy))
                     best[way], first, undo, count = (min(figure) for figure in zip(*tries, strict=True))
                     row(kind, age, way, best[way], first, undo, count)
                 ratio = (best.pop(PIECES) - START_SECONDS) / min(best.values())
@@ -309,6 +311,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     threads = max(1, min(8, len(os.sched_getaffinity(0)) // 4))
     parser.add_argument("--size", type=parse_size, default=parse_size(SIZE), help=f"of each pool (default {SIZE})")
     parser.add_argument("--piece", type=parse_size, help="of one registration (default: as the worker chooses)")
+    parser.add_argument("--busy", action="store_true", help="pieces as of an engine that works, not of one that starts")
     parser.add_argument("--repeats", type=int, default=2, help="runs of each way, the best of which counts (default 2)")
     parser.add_argument("--threads", type=int, default=threads, help=f"that populate (default {threads})")
     parser.add_argument("--huge-pages", action="store_true", help="set huge pages apart while it runs; needs root")

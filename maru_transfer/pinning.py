@@ -3,6 +3,10 @@
 In pieces: drivers refuse a single registration of half a terabyte and more, an engine can use what is registered while
 the rest still is, and whoever closes a pool waits for one piece only. It runs on a thread of its own; until a piece is
 registered, and when it cannot be, copies take the slower way through a small locked buffer.
+
+What an engine asks of the driver waits for the piece that is under way. So pieces are large as long as the engine only
+starts, and small from its first step on. Small ones are not joined later: they would have to be unregistered for that,
+meanwhile copies would be several times slower, and the engine would be held up as long as the first time.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from maru_transfer.cuda_driver import (
     HostMemoryDriver,
 )
 from maru_transfer.memlock import memlock_hint
-from maru_transfer.pinned_pieces import Pace, cut, page_size, pieces
+from maru_transfer.pinned_pieces import BUSY, STARTING, Pace, cut, page_size, piece_end, whole_pages
 
 #: Seconds between two pieces. The driver's lock goes to whoever asks first: without a pause that is the next piece, and
 #: an engine's launches wait for many of them in a row.
@@ -87,15 +91,22 @@ class PinnedPools:
     """
 
     def __init__(
-        self, open_driver: Callable[[], HostMemoryDriver], *, piece: int | None = None, pause: float = PAUSE
+        self,
+        open_driver: Callable[[], HostMemoryDriver],
+        *,
+        busy: Callable[[], bool] = lambda: True,
+        piece: int | None = None,
+        pause: float = PAUSE,
     ) -> None:
         """``open_driver`` is called on the registering thread, once it has something to do; may raise DriverError.
 
-        ``piece``: bytes of every registration, whole pages; ``None``: as large as the driver's speed allows.
+        ``busy``: whether somebody waits for what the engine does, asked on that thread before each piece. ``piece``:
+        bytes of every registration, whole pages; ``None``: as large as that and the driver's speed allow.
         """
         if piece is not None and (piece < 1 or piece % page_size()):
             raise ValueError(f"pieces of {piece} bytes; they must be whole pages of {page_size()}")
         self._open_driver = open_driver
+        self._busy = busy
         self._piece = piece
         self._pause = pause
         self._process = os.getpid()
@@ -258,17 +269,16 @@ class PinnedPools:
         try:
             driver = self._attached()
             pace = Pace(self._piece)
-            for start, end in pieces(registration.address, registration.size, pace):
-                # Page faults are not for the driver to take, under its lock: they last ten times as long as the rest.
-                while not registration.population.reach(end - registration.address, timeout=_LOOK):
-                    if registration.leaving or self._stop.is_set():
-                        break
+            pool = whole_pages(registration.address, registration.size)
+            end = pool[0]
+            while end < pool[1]:
+                start, end = end, self._populated(registration, pool, end, pace)
                 if registration.leaving or self._stop.is_set():
                     break
                 try:
                     asked = time.perf_counter()
                     driver.register(start, end - start)
-                    pace.took(time.perf_counter() - asked)
+                    pace.took(end - start, time.perf_counter() - asked)
                 except DriverError as error:
                     problem = error
                     if error.code == ALREADY_REGISTERED:  # by somebody who may undo it any time: not ours to rely on
@@ -300,6 +310,21 @@ class PinnedPools:
                 pieces=len(registration.starts),
                 seconds=round(registration.seconds, 2),
             )
+
+    def _populated(self, registration: _Registration, pool: tuple[int, int], start: int, pace: Pace) -> int:
+        """Where the next piece ends, once its pages are there, or nobody wants it any more.
+
+        Page faults are not for the driver to take, under its lock: they last ten times as long as the rest.
+        """
+        while not (registration.leaving or self._stop.is_set()):
+            end = self._end(pool, start, pace)
+            if registration.population.reach(end - registration.address, timeout=_LOOK):
+                # The engine may have begun to work meanwhile.
+                return min(end, self._end(pool, start, pace))
+        return start
+
+    def _end(self, pool: tuple[int, int], start: int, pace: Pace) -> int:
+        return piece_end(pool, start, pace.size(BUSY if self._busy() else STARTING))
 
     def _unregister(self, registration: _Registration) -> None:
         """Exactly what was registered, the last piece first. What fails is not tried again: its context is gone."""

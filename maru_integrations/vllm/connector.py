@@ -5,6 +5,7 @@ Importing this module is cheap and touches no device: vLLM does it in its front-
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,8 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
         #: Parked requests that vLLM has noted as received since the last step was planned.
         self._received: set[str] = set()
         self._refused: str | None = None
+        #: Set by the first step: until then vLLM only starts, and nobody waits for an answer.
+        self._at_work = threading.Event()
         config, plugins = setup.read_config(vllm_config)
         plan = self._guard.run(
             "plan", lambda: "an internal error", setup.make_plan, vllm_config, kv_cache_config, config, plugins
@@ -214,9 +217,9 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
         except MaruError as error:
             self._refuse(str(error), tell=False)
             return None
-        chooser = EngineChooser()
+        chooser, at_work = EngineChooser(), self._at_work.is_set
         worker = MaruWorker(
-            lambda: setup.open_link(plan, paged, layers, chooser),
+            lambda: setup.open_link(plan, paged, layers, chooser, at_work),
             self._answers,
             setup.chunk_shape(plan, paged),
             layer_names=plan.geometry.layer_names,
@@ -247,6 +250,7 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins."""
         super().bind_connector_metadata(connector_metadata)
+        self._at_work.set()
         metadata = self._metadata()
         if metadata is not None and self._worker is not None:
             self._guard.run("begin", lambda: None, self._worker.begin, metadata, not compat.runs_layer_hooks())

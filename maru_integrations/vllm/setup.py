@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from attrs import frozen
@@ -143,12 +143,15 @@ def connect(
     )
 
 
-def pinned_pools(config: MaruConfig, device: Any) -> PinnedPools | None:
-    """What registers pools with the driver of ``device``; ``None`` when it is none, or that is switched off."""
+def pinned_pools(config: MaruConfig, device: Any, at_work: Callable[[], bool]) -> PinnedPools | None:
+    """What registers pools with the driver of ``device``; ``None`` when it is none, or that is switched off.
+
+    ``at_work``: whether the engine has started and requests may wait for it; asked by another thread.
+    """
     if device.type != "cuda" or not config.pin_pools:
         return None
     number = device.index or 0
-    return PinnedPools(lambda: CudaDriver(number))
+    return PinnedPools(lambda: CudaDriver(number), busy=at_work)
 
 
 def describe(plan: Plan, vllm_config: Any, caches: Mapping[str, Any]) -> tuple[PagedLayout, list[Any]]:
@@ -193,16 +196,18 @@ def threads_of(plan: Plan, paged: PagedLayout, device: Any) -> Threads:
     return Threads(lambda: lane_for(device), loads, stores)
 
 
-def open_link(plan: Plan, paged: PagedLayout, layers: list[Any], chooser: EngineChooser) -> Link:
+def open_link(
+    plan: Plan, paged: PagedLayout, layers: list[Any], chooser: EngineChooser, at_work: Callable[[], bool]
+) -> Link:
     """Choose a transfer engine, bind it to the tensors, and connect; raises MaruError.
 
     A transfer is used by one thread at a time: with threads beside vLLM's own there are two, one for loads and one for
-    stores, each with its own staging memory.
+    stores, each with its own staging memory. ``at_work``: see :func:`pinned_pools`.
     """
     host = PluginHost.discover(plan.plugins)
     device = layers[0].device
     engine = chooser.choose(host, plan.config, Pages(paged, plan.stored, device.type))
-    pools = pinned_pools(plan.config, device)
+    pools = pinned_pools(plan.config, device, at_work)
     opened: list[Transfer] = []
     try:
         for _ in range(2 if plan.config.async_load or plan.config.async_store else 1):

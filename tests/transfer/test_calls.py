@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -196,3 +197,62 @@ def test_a_request_asks_the_driver_no_more_than_this(
     rest = {name: count for name, count in calls.items() if not name.startswith("cuMemcpy")}
     assert rest.keys() <= CHEAP
     assert sum(rest.values()) <= 40
+
+
+#: Bytes of an object, and of a row of it: one plane of one layer.
+OBJECT = 2 * SIZE.L * CHUNK * SIZE.NH * SIZE.HS * SIZE.element
+ROW = OBJECT // (2 * SIZE.L)
+
+
+@frozen
+class Edges:
+    """The pool is registered in pieces of so many ``objects``; the first edge lies ``first`` bytes from its beginning.
+
+    ``copies``: of a slice, which has the rows of 32 objects. But ``torn`` slices would be ``many``, so that they are a
+    kernel's, if any is.
+    """
+
+    objects: int
+    first: int
+    copies: int
+    torn: int = 0
+    many: int = 0
+
+
+EDGES = {
+    "between objects": Edges(8, 8 * OBJECT, 4),
+    "between objects, large": Edges(32, 32 * OBJECT, 1),
+    "between planes of an object": Edges(8, 4 * OBJECT + OBJECT // 2, 5),
+    "between rows of an object": Edges(8, 4 * OBJECT + 5 * ROW, 5),
+    # Of one layer: four rows are two copies each, and what lies before, between and behind them is one.
+    "within a row": Edges(8, 4 * OBJECT + 5 * ROW + ROW // 2, 5, torn=2, many=8 + 5),
+    "around every object": Edges(1, OBJECT, 0, torn=SLICES, many=64),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+@pytest.mark.parametrize("scattered", [TUNING.scattered, 0])
+def test_rows_are_one_copy_as_far_as_a_registration_reaches(driver, monkeypatch, name: str, scattered: int) -> None:
+    """A load by layer takes few copies only if registrations hold many objects, wherever their edges lie."""
+    monkeypatch.setattr("maru_transfer.flow.LEAST_SLICE", (8 << 20) // SMALLER)
+    monkeypatch.setattr("maru_transfer.kernel._LEAST_SLOT", TUNING.slot_bytes)
+    edges, bench = EDGES[name], Bench.make(driver)
+    wanted, copies = bench.wanted(), bench.copies(layerwise=False, scattered=False)
+    bench.fill(copies, wanted)
+    bench.engine.memory[:] = 0
+    tuning = evolve(TUNING, scattered=scattered)
+    stored = bench.engine.stored(CHUNK)
+    driver.hooks.fake_reset(1)
+    cuts = [0, *range(edges.first, bench.pool.nbytes, edges.objects * OBJECT), bench.pool.nbytes]
+    for first, last in pairwise(cuts):
+        registered(driver, bench.pool[first:last])
+    with closing(
+        driver.transfer(layers_of(bench.engine), bench.engine.paged, stored, tuning, LayerwiseTransfer)
+    ) as transfer:
+        by_layer(transfer, copies)
+    driver.hooks.fake_drain()
+    np.testing.assert_array_equal(bench.wanted(), wanted)
+
+    assert driver.calls()["cuLaunchKernel"] == SLICES
+    torn = 0 if scattered else edges.torn * edges.many
+    assert driver.counts()["copies"] == (SLICES - edges.torn) * edges.copies + torn

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, cycle, repeat
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,25 @@ from maru_transfer.cuda_driver import (
 )
 from maru_transfer.held import HeldTransfer
 from maru_transfer.memlock import memlock_hint
-from maru_transfer.pinned_pieces import LEAST, MOST, PIECE_SECONDS, Pace, cut, pieces
+from maru_transfer.pinned_pieces import BUSY, PIECE, STARTING, Bounds, Pace, cut, piece_end, whole_pages
 from maru_transfer.pinning import PinnedPools, address_of
 from tests.waiting import eventually
 
 PAGE = resource.getpagesize()
-PIECE = 4 * MIB
+SMALL = 4 * MIB
 
 
-def pools_of(driver: FakeDriver, piece: int = PIECE) -> PinnedPools:
+def pieces(address: int, size: int, sizes: Iterator[int]) -> list[tuple[int, int]]:
+    """Start and end of each piece."""
+    pool = whole_pages(address, size)
+    found, end = [], pool[0]
+    while end < pool[1]:
+        start, end = end, piece_end(pool, end, next(sizes))
+        found.append((start, end))
+    return found
+
+
+def pools_of(driver: FakeDriver, piece: int = SMALL) -> PinnedPools:
     return PinnedPools(driver.open, piece=piece, pause=0)
 
 
@@ -99,7 +109,8 @@ def test_half_a_terabyte_and_more_is_registered(tmp_path: Path) -> None:
     assert settled(pools)["registered_bytes"] == 520 << 30
     assert max(driver.registered.values()) <= 16 << 30
     first, second = sorted(driver.registered)[1:3]
-    assert first % (16 << 30) == second % (16 << 30) == 0
+    start = address_of(region.buffer)
+    assert (first - start) % (16 << 30) == (second - start) % (16 << 30) == 0
     spans = pools.spans(second - 100, 300)
     assert spans == [MemorySpan(0, 100, True), MemorySpan(100, 200, True)]
     pools.region_unmapping(region)
@@ -182,7 +193,7 @@ def test_a_refused_first_piece_unregisters_nothing(region: FakeRegion) -> None:
 
 def test_what_somebody_else_registered_is_left_to_them(region: FakeRegion) -> None:
     address = address_of(region.buffer)
-    edges = list(pieces(address, 10 * MIB, Pace(PIECE)))
+    edges = pieces(address, 10 * MIB, repeat(SMALL))
     driver = FakeDriver()
     other = (edges[1][0] + MIB, PAGE)
     driver.registered[other[0]] = other[1]
@@ -202,7 +213,7 @@ def test_without_a_driver_there_is_a_reason_and_nothing_else(region: FakeRegion,
     def no_driver() -> FakeDriver:
         raise error
 
-    pools = PinnedPools(no_driver, piece=PIECE)
+    pools = PinnedPools(no_driver, piece=SMALL)
     with capture_logs() as logs:
         pools.region_mapped(region)
         stats = settled(pools)
@@ -241,7 +252,7 @@ def test_an_engine_uses_what_is_registered_while_the_rest_still_is(region: FakeR
     pools = pools_of(driver)
     pools.region_mapped(region)
     address = address_of(region.buffer)
-    edges = list(pieces(address, 10 * MIB, Pace(PIECE)))
+    edges = pieces(address, 10 * MIB, repeat(SMALL))
     assert pools.stats()["state"] == "registering"
     for done, (start, end) in enumerate(edges, 1):
         gate.release()
@@ -264,6 +275,71 @@ def test_a_piece_is_registered_when_its_pages_are_there(region: FakeRegion) -> N
     assert driver.calls == []
     gate.set()
     assert settled(pools)["state"] == "registered"
+    pools.close()
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Iterator[FakeRegion]:
+    """A pool of which a driver that does nothing makes pieces as large as they may be."""
+    made = FakeRegion(tmp_path / "large", 5 << 30)
+    yield made
+    made.close()
+
+
+def lengths(driver: FakeDriver) -> list[int]:
+    return [length for _, length in driver.calls]
+
+
+def test_pieces_are_small_from_the_engines_first_step_on(large: FakeRegion) -> None:
+    gate, at_work = threading.Semaphore(2), threading.Event()
+    driver = FakeDriver(gate=gate)
+    pools = PinnedPools(driver.open, busy=at_work.is_set, pause=0)
+    pools.region_mapped(large)
+    eventually(lambda: len(driver.calls) == 3)
+    at_work.set()  # the third is under way
+    for _ in range(99):
+        gate.release()
+    assert settled(pools)["registered_bytes"] == 5 << 30
+    first, second, third, *rest = lengths(driver)
+    assert (first, second % STARTING.least, third % STARTING.least) == (PIECE, STARTING.least - PIECE, 0)
+    assert max(rest) <= BUSY.most
+    pools.close()
+    assert driver.faults == []
+
+
+def test_an_engine_that_begins_to_work_while_pages_are_populated_gets_small_pieces(large: FakeRegion) -> None:
+    """What was planned as a large piece is not registered as one."""
+    gate, at_work = threading.Event(), threading.Event()
+    large.populate = lambda offset, length: offset >= PIECE and gate.wait(10)  # type: ignore[assignment, method-assign]
+    driver = FakeDriver()
+    pools = PinnedPools(driver.open, busy=at_work.is_set, pause=0)
+    pools.region_mapped(large)
+    eventually(lambda: len(driver.calls) == 1)
+    at_work.set()
+    gate.set()
+    assert settled(pools)["registered_bytes"] == 5 << 30
+    assert max(lengths(driver)) <= BUSY.most
+    pools.close()
+
+
+def test_whether_the_engine_works_is_asked_last_thing_before_a_piece(large: FakeRegion) -> None:
+    """Pages may have taken long to come."""
+    driver = FakeDriver()
+    flips = cycle([False, True])
+    pools = PinnedPools(driver.open, busy=lambda: next(flips), pause=0)
+    large.populate = lambda offset, length: None  # type: ignore[method-assign]
+    pools.region_mapped(large)
+    assert settled(pools)["registered_bytes"] == 5 << 30
+    assert max(lengths(driver)) <= BUSY.most
+    pools.close()
+
+
+def test_without_being_told_an_engine_counts_as_working(large: FakeRegion) -> None:
+    driver = FakeDriver()
+    pools = PinnedPools(driver.open, pause=0)
+    pools.region_mapped(large)
+    assert settled(pools)["registered_bytes"] == 5 << 30
+    assert max(lengths(driver)) <= BUSY.most
     pools.close()
 
 
@@ -464,32 +540,61 @@ while not driver.registered:
 @given(
     st.integers(0, 5000).map(lambda page: page * PAGE + 7 * (page % 3)),
     st.integers(0, 300 * PAGE),
-    st.integers(1, 40).map(lambda pages: pages * PAGE),
+    st.lists(st.integers(0, 6), min_size=1, max_size=20),
 )
-def test_pieces_are_the_whole_pages_cut_at_multiples(address: int, size: int, piece: int) -> None:
-    found = list(pieces(address, size, Pace(piece)))
+def test_pieces_are_the_whole_pages_cut_at_multiples(address: int, size: int, powers: list[int]) -> None:
+    """Whatever their sizes are, and where they change."""
+    sizes = [PAGE << power for power in powers]
+    found = pieces(address, size, chain(sizes, repeat(sizes[-1])))
     covered = [page for start, end in found for page in range(start, end, PAGE)]
     whole = list(range(address // PAGE * PAGE, address + size, PAGE))
     assert covered == [page for page in whole if page >= address and page + PAGE <= address + size]
-    assert all(0 < end - start <= piece for start, end in found)
-    assert all(before[1] == after[0] and after[0] % piece == 0 for before, after in pairwise(found))
+    for (start, end), nbytes in zip(found, chain(sizes, repeat(sizes[-1])), strict=False):
+        assert 0 < end - start <= nbytes
+        assert (end - found[0][0]) % nbytes == 0 or end == found[-1][1]
 
 
-def test_pieces_take_about_as_long_as_an_engine_may_be_held_up() -> None:
-    """As large as the driver is fast, within bounds; a size that was asked for stays."""
-    pace = Pace()
-    for speed, expected in ((1e12, MOST), (1e6, LEAST)):
-        for _ in range(9):
-            pace.took(pace.piece / speed)
-        assert pace.piece == expected
-    for speed in (5e9, 10e9, 20e9, 33e9, 50e9):
-        for _ in range(9):
-            pace.took(pace.piece / speed)
-        assert PIECE_SECONDS / 2 <= pace.piece / speed <= PIECE_SECONDS * 2
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.booleans(), st.floats(8, 11.5).map(lambda power: 10**power)), min_size=1, max_size=30),
+    st.integers(0, 6000).map(lambda pages: pages * PAGE),
+)
+def test_no_piece_holds_an_engine_up_for_longer_than_it_may(steps: list[tuple[bool, float]], offset: int) -> None:
+    """By the speed of the last one, and from the moment on at which the engine works."""
+    pace, pool = Pace(), (offset, offset + (1 << 40))
+    end, last = offset, None
+    for busy, speed in steps:
+        bounds = BUSY if busy else STARTING
+        asked = pace.size(bounds)
+        start, end = end, piece_end(pool, end, asked)
+        nbytes = end - start
+        assert 0 < nbytes <= asked
+        assert asked & (asked - 1) == 0
+        assert (end - offset) % asked == 0, "an edge where the next size may go on"
+        if last is None:
+            assert asked == PIECE
+        else:
+            assert bounds.least <= asked <= bounds.most
+            assert asked == bounds.least or asked / last <= bounds.seconds * 1.001
+            assert asked == bounds.most or 2 * asked / last > bounds.seconds * 0.999, "as large as it may be"
+        pace.took(nbytes, nbytes / speed)
+        last = speed
+
+
+def test_pieces_are_larger_while_nobody_waits() -> None:
+    """GB/s of pools in pages of 4 KiB and in huge ones; a size that was asked for stays."""
+    for speed, starting, busy in ((3.9e9, 256, 32), (12e9, 1024, 64), (40e9, 1024, 256)):
+        pace = Pace()
+        pace.took(PIECE, PIECE / speed)
+        assert pace.size(STARTING) == starting * MIB
+        assert pace.size(BUSY) == busy * MIB
     fixed = Pace(PAGE)
-    fixed.took(0)
-    fixed.took(9)
-    assert fixed.piece == PAGE
+    for seconds in (0, 9):
+        fixed.took(PAGE, seconds)
+        assert fixed.size(STARTING) == fixed.size(BUSY) == PAGE
+    pace = Pace()
+    pace.took(PIECE, 0)
+    assert pace.size(Bounds(1, PAGE, 8 * PAGE)) == 8 * PAGE, "a clock that stands still is no error"
 
 
 @settings(deadline=None)

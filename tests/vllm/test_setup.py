@@ -33,6 +33,7 @@ from maru_integrations.vllm.compat import KVGeometry
 from maru_integrations.vllm.connector import MaruKVConnector
 from maru_integrations.vllm.engines import EngineChooser
 from maru_integrations.vllm.identity import namespace_of, weights_fingerprint
+from maru_integrations.vllm.metadata import MaruConnectorMetadata
 from maru_transfer.held import HeldTransfer
 
 GEOMETRY = KVGeometry(("model.layers.0.attn",), 16, 8, 2, 64, 2, "bfloat16", "auto")
@@ -424,17 +425,42 @@ def test_a_gpu_engine_and_its_session_share_one_registrar(monkeypatch: pytest.Mo
     plan: Any = SimpleNamespace(plugins=None, stored="stored", config=MaruConfig(pin_pools=pin))
     layers = [SimpleNamespace(device=torch.device("cuda", 0))]
     chooser = EngineChooser()
-    link = setup.open_link(plan, cast(Any, "paged"), layers, chooser)
+    works = iter([False, True])
+    link = setup.open_link(plan, cast(Any, "paged"), layers, chooser, works.__next__)
     assert link.handler == "handler"  # type: ignore[comparison-overlap]
     registrar = handlers[0][2]
     assert handlers[0][:2] == ("worker", "cuda")
     assert handlers[0][3] == "moves", "which stats then show"
     assert moves.pinned == ([registrar] if pin else [])
     assert (registrar is not None) is pin
+    assert not pin or [registrar._busy(), registrar._busy()] == [False, True]
     assert isinstance(link.transfer, HeldTransfer) is pin
     with pytest.raises(MaruError, match="no server"):
-        setup.open_link(plan, cast(Any, "paged"), layers, chooser)
+        setup.open_link(plan, cast(Any, "paged"), layers, chooser, works.__next__)
     assert moves.closed == 1, "what was opened for a session that there is not is given back"
+
+
+def test_an_engine_is_at_work_from_its_first_step_on(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then vLLM tries out and captures, without a step: pools are registered in large pieces meanwhile."""
+    found: list[Any] = []
+
+    def open_link(*arguments: Any) -> Any:
+        found.append(arguments[-1])
+        raise MaruError("no server")
+
+    monkeypatch.setattr(setup, "open_link", open_link)
+    monkeypatch.setattr(compat, "attention_backend", lambda *args: "FLASH_ATTN")
+    connector = MaruKVConnector(real_config(model_folder), KVConnectorRole.WORKER, kv_config(full()))
+    connector.register_kv_caches({"model.layers.0.attn": torch.zeros(2, 8, 16, 2, 64, dtype=torch.bfloat16)})
+    (at_work,) = found
+    assert not at_work()
+    connector.get_handshake_metadata()
+    assert not at_work()
+    connector.bind_connector_metadata(MaruConnectorMetadata())
+    assert at_work()
+    connector.clear_connector_metadata()
+    assert at_work(), "for good: the next step may come any time"
+    connector.shutdown()
 
 
 def test_a_worker_that_connects_again_has_said_already_what_it_lacks(
@@ -443,7 +469,7 @@ def test_a_worker_that_connects_again_has_said_already_what_it_lacks(
     """D7: one warning in a process, however often the server is gone when it is looked for."""
     choosers: list[EngineChooser] = []
 
-    def open_link(plan: Any, paged: Any, layers: Any, chooser: EngineChooser) -> Any:
+    def open_link(plan: Any, paged: Any, layers: Any, chooser: EngineChooser, at_work: Any) -> Any:
         choosers.append(chooser)
         raise MaruError("no server")
 
@@ -474,16 +500,16 @@ def test_threads_beside_the_steps_get_a_transfer_of_their_own(
     plan: Any = SimpleNamespace(plugins=None, stored="stored", config=MaruConfig(pin_pools=False, **knobs))
     layers = [SimpleNamespace(device=torch.device("cuda", 0))]
     with capture_logs() as logs:
-        link = setup.open_link(plan, cast(Any, "paged"), layers, EngineChooser())
+        link = setup.open_link(plan, cast(Any, "paged"), layers, EngineChooser(), lambda: True)
     assert (link.storing is None) is (transfers == 1)
     assert link.stores is (link.storing or link.transfer)
     assert [entry["count"] for entry in logs if entry["event"] == "maru.transfers"] == ([2] if transfers == 2 else [])
 
 
 def test_only_engines_with_a_gpu_register_pools_and_not_when_told_not_to() -> None:
-    assert setup.pinned_pools(MaruConfig(), torch.device("cpu")) is None
-    assert setup.pinned_pools(MaruConfig(pin_pools=False), torch.device("cuda", 1)) is None
-    pools = setup.pinned_pools(MaruConfig(), torch.device("cuda", 1))
+    assert setup.pinned_pools(MaruConfig(), torch.device("cpu"), lambda: True) is None
+    assert setup.pinned_pools(MaruConfig(pin_pools=False), torch.device("cuda", 1), lambda: True) is None
+    pools = setup.pinned_pools(MaruConfig(), torch.device("cuda", 1), lambda: True)
     assert pools is not None
     assert pools.stats()["state"] == "no pool", "nothing happens before a pool is mapped"
 
