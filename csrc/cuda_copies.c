@@ -37,18 +37,16 @@ static int is_gapless(const struct maru_geometry *g, const struct maru_plane *p)
   return p->block == g->block_size * (uint64_t)g->heads * g->head_size;
 }
 
-static uint32_t places_of(const struct maru_geometry *g, const struct maru_segment *s) {
-  return (uint32_t)(((uint64_t)s->token + s->tokens - 1) / g->block_size - s->token / g->block_size + 1);
-}
-
+/* `places`: how many blocks its tokens are in. */
 static int check_segment(const struct maru_geometry *g, const struct maru_job *job, const struct maru_segment *s,
-                         uint64_t slot_bytes) {
-  uint64_t token = maru_token_bytes(g), first = s->token / g->block_size;
+                         uint64_t slot_bytes, uint64_t *places) {
+  uint64_t token = maru_token_bytes(g), first = s->token / g->block_size, within = s->token % g->block_size;
   if (!s->rows || !s->tokens || !s->host || s->way > MARU_MAPPED) return MARU_E_ARGUMENT;
   if (s->row + (uint64_t)(s->rows - 1) * s->step >= (uint64_t)g->planes * g->layers || s->tokens > g->chunk_tokens)
     return MARU_E_ARGUMENT;
   if (s->rows > 1 && (!s->step || s->pitch < token * s->tokens)) return MARU_E_ARGUMENT;
-  if (first < job->first_place || first - job->first_place + places_of(g, s) > job->block_count) return MARU_E_ARGUMENT;
+  *places = (within + s->tokens - 1) / g->block_size + 1;
+  if (first < job->first_place || first - job->first_place + *places > job->block_count) return MARU_E_ARGUMENT;
   if (s->way == MARU_DIRECT) {
     uint32_t last = (s->row + (s->rows - 1) * s->step) / g->layers;
     for (uint32_t plane = s->row / g->layers; plane <= last; plane++)
@@ -56,7 +54,7 @@ static int check_segment(const struct maru_geometry *g, const struct maru_job *j
     return MARU_OK;
   }
   uint64_t lines = (uint64_t)s->rows * s->tokens;
-  if (lines > (1u << 31) / token || s->token % g->block_size + (uint64_t)s->tokens >= 1u << 31) return MARU_E_ARGUMENT;
+  if (lines > 1u << 31 || lines * token > 1u << 31 || within + s->tokens >= 1u << 31) return MARU_E_ARGUMENT;
   if (s->way == MARU_MAPPED) return s->host % g->element_size ? MARU_E_ARGUMENT : MARU_OK;
   return s->offset % 16 || s->offset > slot_bytes || lines * token > slot_bytes - s->offset ? MARU_E_ARGUMENT : MARU_OK;
 }
@@ -68,21 +66,23 @@ int maru_check_job(const struct maru_geometry *g, const struct maru_job *job, ui
   for (uint32_t i = 0; i < job->block_count; i++)
     if (job->blocks[i] < 0 || (uint32_t)job->blocks[i] >= g->blocks) return MARU_E_ARGUMENT;
   uint32_t segments = 0;
-  uint64_t places = 0;
+  uint64_t places = 0, here;
   for (uint32_t i = 0; i < job->segment_count; i++) {
     const struct maru_segment *s = &job->segments[i];
-    int status = check_segment(g, job, s, slot_bytes);
+    int status = check_segment(g, job, s, slot_bytes, &here);
     if (status) return status;
     if (i && s->slice < s[-1].slice) return MARU_E_ARGUMENT;
     if (!i || s->slice != s[-1].slice) segments = 0, places = 0;
     else if (s->way != s[-1].way) return MARU_E_ARGUMENT;
-    segments++, places += places_of(g, s);
+    segments++, places += here;
     if (s->way != MARU_DIRECT && (segments > MARU_PLACE_SEGMENTS || places > MARU_PLACE_BLOCKS)) return MARU_E_ARGUMENT;
   }
   return MARU_OK;
 }
 
-uint32_t maru_next_cut(const struct maru_job *job, uint64_t host) {
+/* Where the registration ends that `host` is of. */
+static uint64_t registered_until(const struct maru_job *job, uint64_t host, struct maru_sink *sink) {
+  if (host >= sink->begin && host < sink->end) return sink->end;
   uint32_t low = 0, high = job->cut_count;
   while (low < high) {
     uint32_t middle = low + (high - low) / 2;
@@ -91,21 +91,48 @@ uint32_t maru_next_cut(const struct maru_job *job, uint64_t host) {
     else
       low = middle + 1;
   }
-  return low;
+  sink->begin = low ? job->cuts[low - 1] : 0;
+  return sink->end = low < job->cut_count ? job->cuts[low] : UINT64_MAX;
+}
+
+static int take_rows(const struct maru_job *job, uint64_t host, uint64_t host_pitch, uint64_t device,
+                     uint64_t device_pitch, uint64_t bytes, uint64_t rows, struct maru_sink *sink) {
+  int load = job->direction == MARU_LOAD;
+  *sink->next = (struct maru_rows){
+      .target = load ? device : host,
+      .source = load ? host : device,
+      .bytes = bytes,
+      .rows = rows,
+      .target_pitch = load ? device_pitch : host_pitch,
+      .source_pitch = load ? host_pitch : device_pitch,
+      .end = registered_until(job, host, sink),
+  };
+  return sink->take(sink);
 }
 
 /* One copy between host memory and the device, cut where the host's registrations meet. */
 static int take_cut(const struct maru_job *job, uint64_t host, uint64_t device, uint64_t bytes, struct maru_sink *sink) {
-  uint64_t end = host + bytes;
-  for (uint32_t i = maru_next_cut(job, host); host < end; i++) {
-    uint64_t stop = i < job->cut_count ? job->cuts[i] : end;
+  for (uint64_t end = host + bytes; host < end;) {
+    uint64_t stop = registered_until(job, host, sink);
     if (stop > end) stop = end;
-    int status = job->direction == MARU_LOAD ? sink->take(sink, device, host, stop - host)
-                                             : sink->take(sink, host, device, stop - host);
+    int status = take_rows(job, host, 0, device, 0, stop - host, 1, sink);
     if (status) return status;
     device += stop - host, host = stop;
   }
   return MARU_OK;
+}
+
+/* The rows of a staged segment. */
+static int staged_rows(const struct maru_job *job, const struct maru_segment *s, uint64_t device, uint64_t packed,
+                       struct maru_sink *sink) {
+  uint64_t bytes = (s->rows - 1) * s->pitch + packed;
+  if (packed == s->pitch) return take_cut(job, s->host, device, packed * s->rows, sink);
+  if (s->pitch < MARU_MOST_PITCH && registered_until(job, s->host, sink) - s->host >= bytes)
+    return take_rows(job, s->host, s->pitch, device, packed, packed, s->rows, sink);
+  int status = MARU_OK;
+  for (uint32_t row = 0; row < s->rows && !status; row++)
+    status = take_cut(job, s->host + row * s->pitch, device + row * packed, packed, sink);
+  return status;
 }
 
 static int direct_row(const struct maru_geometry *g, uint64_t layer, const struct maru_plane *p,
@@ -133,17 +160,12 @@ int maru_segment_copies(const struct maru_geometry *g, const uint64_t *layer_add
   int status = MARU_OK;
   if (s->way == MARU_BOUNCED) {
     uint64_t here = bounce + s->offset, there = slot + s->offset, bytes = packed * s->rows;
-    return job->direction == MARU_LOAD ? sink->take(sink, there, here, bytes) : sink->take(sink, here, there, bytes);
+    return take_rows(job, here, 0, there, 0, bytes, 1, sink);
   }
-  if (s->way == MARU_STAGED && packed == s->pitch)
-    return take_cut(job, s->host, slot + s->offset, packed * s->rows, sink);
-  for (uint32_t row = 0; row < s->rows && !status; row++) {
+  if (s->way == MARU_STAGED) return staged_rows(job, s, slot + s->offset, packed, sink);
+  for (uint32_t row = 0; row < s->rows && s->way == MARU_DIRECT && !status; row++) {
     uint32_t which = s->row + row * s->step, plane = which / g->layers, layer = which % g->layers;
-    uint64_t host = s->host + row * s->pitch;
-    if (s->way == MARU_STAGED)
-      status = take_cut(job, host, slot + s->offset + row * packed, packed, sink);
-    else if (s->way == MARU_DIRECT)
-      status = direct_row(g, layer_addresses[layer], &g->plane[plane], job, s, host, sink);
+    status = direct_row(g, layer_addresses[layer], &g->plane[plane], job, s, s->host + row * s->pitch, sink);
   }
   return status;
 }

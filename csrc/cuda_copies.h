@@ -4,9 +4,19 @@
 
 #include "maru.h"
 
-/* Takes copies one after another; a status other than MARU_OK ends it. */
+/* Copies of `bytes` bytes each at one distance on both sides, less than MARU_MOST_PITCH; one has none. Host memory of all
+ * rows is of one registration, which ends at `end`. */
+struct maru_rows {
+  uint64_t target, source, bytes, rows, target_pitch, source_pitch, end;
+};
+#define MARU_MOST_PITCH (1u << 31)
+
+/* Takes copies one after another, each out of `next`; a status other than MARU_OK ends it. */
 struct maru_sink {
-  int (*take)(struct maru_sink *sink, uint64_t target, uint64_t source, uint64_t bytes);
+  int (*take)(struct maru_sink *sink);
+  struct maru_rows *next;
+  /* The registration that was looked up last; zeros: none. */
+  uint64_t begin, end;
 };
 
 /* Bytes of a token in an object's row. */
@@ -15,9 +25,6 @@ uint64_t maru_token_bytes(const struct maru_geometry *geometry);
 /* Whether geometry, segments and blocks make sense together, so that nothing is addressed that is not theirs. */
 int maru_check_geometry(const struct maru_geometry *geometry);
 int maru_check_job(const struct maru_geometry *geometry, const struct maru_job *job, uint64_t slot_bytes);
-
-/* The first of a job's cuts that lies behind `host`; the number of cuts when there is none. */
-uint32_t maru_next_cut(const struct maru_job *job, uint64_t host);
 
 /* Copies of one segment: between object and slot, between bounce buffer (at `host`, in place of the object) and slot, or
  * between object and pages. `slot`: where the slice's slot is. */

@@ -43,7 +43,9 @@ struct maru_batch {
   struct maru_pages *pages;
   CUhandle_ lane;
   int whole; /* it has all of a slice's copies */
-  size_t count;
+  size_t count, most; /* of `runs`, behind which there is room for one that is taken */
+  struct maru_rows runs[MARU_BATCH + 1];
+  /* What the driver is told of a batch. */
   CUdeviceptr_ targets[MARU_BATCH], sources[MARU_BATCH];
   size_t bytes[MARU_BATCH];
 };
@@ -135,8 +137,8 @@ int maru_is_cancelled(struct maru_layers *layers);
 
 /* What follows is done to the slice of segments [first, last), number pages->submitted of its job, in `slot`. */
 
-/* How many copies its bytes are for the copy engine, which are kept for maru_copy_slice; UINT32_MAX: very many, and none
- * were kept. */
+/* How many copies its bytes are for the copy engine, which are kept for maru_copy_slice; UINT32_MAX: more than the job's
+ * `scattered`, or very many, and none were kept. */
 uint32_t maru_gather_slice(struct maru_pages *pages, uint32_t slot, const struct maru_segment *first,
                            const struct maru_segment *last);
 

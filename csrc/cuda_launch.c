@@ -15,7 +15,7 @@ int maru_place_slice(struct maru_pages *pages, uint32_t slot, const struct maru_
   uint64_t all = pages->aligned, token = place->token_bytes, most = 0;
   place->segments = (uint32_t)(last - first), place->blocks = 0;
   for (const struct maru_segment *s = first; s < last; s++, here++) {
-    uint32_t begin = s->token / g->block_size, end = (s->token + s->tokens - 1) / g->block_size + 1;
+    uint32_t begin = s->token / g->block_size, places;
     if (way == MARU_MAPPED)
       here->packed = s->host, here->pitch = s->pitch;
     else
@@ -23,13 +23,15 @@ int maru_place_slice(struct maru_pages *pages, uint32_t slot, const struct maru_
     all |= here->packed | (s->rows > 1 ? here->pitch : 0);
     here->row = s->row, here->step = s->step;
     here->slot = s->token % g->block_size;
-    here->tokens = s > first && s->tokens == s[-1].tokens ? here[-1].tokens : maru_divisor_of(s->tokens);
+    /* Of a slice before, as a rule. */
+    if (here->tokens.divisor != s->tokens) here->tokens = maru_divisor_of(s->tokens);
     if (s > first && s->token == s[-1].token && s->tokens == s[-1].tokens) {
       here->block = here[-1].block;
     } else {
       here->block = place->blocks;
-      memcpy(&place->block[place->blocks], &job->blocks[begin - job->first_place], (end - begin) * sizeof(int32_t));
-      place->blocks += end - begin;
+      places = maru_divide(here->slot + s->tokens - 1, place->block_size) + 1;
+      memcpy(&place->block[place->blocks], &job->blocks[begin - job->first_place], places * sizeof(int32_t));
+      place->blocks += places;
     }
     here->vectors = (uint32_t)((uint64_t)s->rows * s->tokens * token); /* bytes, for now */
     if (here->vectors > most) most = here->vectors;
@@ -37,11 +39,13 @@ int maru_place_slice(struct maru_pages *pages, uint32_t slot, const struct maru_
   uint32_t width = 0;
   while (width < MARU_WIDTHS - 1 && !(all & (1u << width))) width++;
   while (here-- > place->segment) here->vectors >>= width;
-  place->vector_bytes = 1u << width;
-  place->token_vectors = maru_divisor_of((uint32_t)(token >> width));
-  place->head_vectors = maru_divisor_of((uint32_t)((uint64_t)g->head_size * g->element_size >> width));
-  for (uint32_t n = 0; n < g->planes; n++)
-    place->plane[n].step = g->plane[n].dim == 1 ? 1u << width : g->plane[n].dim * g->element_size;
+  if (place->vector_bytes != 1u << width) {
+    place->vector_bytes = 1u << width;
+    place->token_vectors = maru_divisor_of((uint32_t)(token >> width));
+    place->head_vectors = maru_divisor_of((uint32_t)((uint64_t)g->head_size * g->element_size >> width));
+    for (uint32_t n = 0; n < g->planes; n++)
+      place->plane[n].step = g->plane[n].dim == 1 ? 1u << width : g->plane[n].dim * g->element_size;
+  }
   uint64_t blocks = ((most >> width) + VECTORS_PER_BLOCK - 1) / VECTORS_PER_BLOCK;
   uint32_t grid = way != first->way && job->scattered_grid ? job->scattered_grid : job->grid;
   uint64_t limit = grid ? grid : (uint64_t)pages->cuda->info.multiprocessors * BLOCKS_PER_MULTIPROCESSOR;

@@ -485,7 +485,7 @@ MUTATIONS = {
         "if (job->segments[i].way == MARU_BOUNCED) STEP(retire(pages, pages->slots - 1));",
         "",
     ),
-    "copies across registrations": ("cuda_copies.c", "i < job->cut_count ? job->cuts[i] : end", "end"),
+    "copies across registrations": ("cuda_copies.c", "if (stop > end) stop = end;", "stop = end;"),
     "a kernel that takes the slot for the object": (
         "cuda_launch.c",
         "if (way == MARU_MAPPED)",

@@ -463,6 +463,44 @@ def check_folding(driver: FakeDriver, form: str, *, gap: bool) -> None:
     np.testing.assert_array_equal(target.memory, pages_after(case, "packed per head", source, range(SIZE.L)))
 
 
+@pytest.mark.parametrize("form", FORMATS)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10_000))
+def test_objects_may_lie_anywhere_in_a_pool(driver, form: str, seed: int):
+    check_places(driver, form, seed)
+
+
+def check_places(driver: FakeDriver, form: str, seed: int) -> None:
+    """Some follow each other, some lie at one distance, some neither; and registrations meet anywhere between."""
+    random = np.random.default_rng(seed)
+    size = evolve(SIZE, NB=33)
+    parts = [(chunk, chunk * 8, chunk * 8 + 8) for chunk in range(16)]
+    case = Case(size, 8, random.permutation(33)[:32].tolist(), parts)
+    source, target = case.engine("planes-first NHD", 3), case.engine("planes-first NHD", None)
+    objects = list(objects_of(source, case, form))
+    nbytes, count = objects[0][2].nbytes, len(objects)
+    places = random.choice([1, 1, 1, 2, 3], count).cumsum()
+    if seed % 3:
+        some = random.permutation(count)[: count // 4]
+        places[some] = places[np.sort(some)]
+    driver.hooks.fake_reset(seed)
+    pool = registered(driver, aligned(nbytes * int(places.max() + 1)), int(random.integers(1, 4)))
+    buffers = [pool[place * nbytes : (place + 1) * nbytes] for place in places.tolist()]
+    copies = [ChunkCopy(*part, b, layer) for (part, layer, _), b in zip(objects, buffers, strict=True)]
+    fold, scattered = int(random.integers(0, 5)), int(random.choice([0, 9]))
+    tuning = evolve(TIGHT, slot_bytes=1 << 14, window=8, fold=fold, scattered=scattered)
+    stored = stored_as(target, 8, form)
+    for engine in (source, target):
+        with closing(driver.transfer(layers_of(engine), engine.paged, stored, tuning, LayerwiseTransfer)) as transfer:
+            if engine is source:
+                transfer.store(case.block_ids, copies)
+            else:
+                transfer.begin_load(case.block_ids, copies).finish()
+        for buffer, (_, _, array) in zip(buffers, objects, strict=True):
+            assert bytes(buffer) == array.tobytes()
+    np.testing.assert_array_equal(target.memory, pages_after(case, "planes-first NHD", source, range(SIZE.L)))
+
+
 @pytest.mark.parametrize(
     ("way", "form"), [("scattered in part", "chunkwise"), ("scattered in part, two lanes", "layerwise")]
 )
@@ -572,11 +610,15 @@ MUTATIONS = {
         "result = 0;",
     ),
     "the next row for the next plane": ("place.h", "s->row + row * s->step", "s->row + row"),
-    "the next row of the object": ("cuda_copies.c", "s->host + row * s->pitch;", "s->host + row * row_bytes(g);"),
+    "the next row of the object": (
+        "cuda_copies.c",
+        "take_rows(job, s->host, s->pitch,",
+        "take_rows(job, s->host, packed,",
+    ),
     "a folded copy across registrations": (
         "cuda_batch.c",
-        "|| host[k] + width > end) break;",
-        ") break;\n    (void)end;",
+        "|| host_of(batch, more) >= run->end) return 0;",
+        ") return 0;",
     ),
     "a lane that waits for no slice that is moved straight": (
         "cuda_lanes.c",
@@ -597,8 +639,16 @@ MUTATIONS = {
     "an event that two will use": ("cuda_layers.c", "layers->arrived[k] != last)", "layers->arrived[k] != NULL)"),
     "one pitch for both sides": (
         "cuda_batch.c",
-        "copy.target_pitch = batch->targets[i + 1] - batch->targets[i];",
-        "copy.target_pitch = copy.source_pitch;",
+        "copy.target_pitch = run->target_pitch;",
+        "copy.target_pitch = run->source_pitch;",
+    ),
+    "rows at a distance that is not theirs": ("cuda_batch.c", "if (before && (target", "if (before > 1 && (target"),
+    "a row that is lost between two runs": ("cuda_batch.c", "source, more->rows++;", "source;"),
+    "a row that is made longer and not moved": ("cuda_batch.c", "more->source -= run->bytes, ", ""),
+    "a longer row that is made of two registrations": (
+        "cuda_batch.c",
+        "host_of(batch, more) < run->end;",
+        "(host_of(batch, more) || 1);",
     ),
 }
 
@@ -631,6 +681,7 @@ def check_all(driver: FakeDriver, seeds: int = 40) -> None:
     for form in FORMATS:
         test_layers_of_one_slice_share_an_event_and_loads_use_events_again(driver, form)
     for seed, form in product(range(seeds), FORMATS):
+        check_places(driver, form, seed)
         for way in CHECKED:
             for name in ("planes-first NHD", "packed per head"):
                 driver.hooks.fake_reset(seed)
