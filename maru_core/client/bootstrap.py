@@ -113,32 +113,36 @@ class ServerStarter:
             f"and so on), or, so that they start none of their own, set maru_server_url={self._folder.url}",
         )
 
+    def _options(self) -> list[str]:
+        """What ``maru serve`` is told; of pools only what was set, as no size can mean another one (``cxl``: all)."""
+        config = self._config
+        said, defaults = config.describe(), MaruConfig().describe()
+        options = [
+            *("--runtime-dir", self._folder.path),
+            *("--url", "auto"),
+            *("--storage-backend", config.storage_backend),
+            *("--eviction-policy", config.eviction_policy),
+            *("--granule", self._granule),
+            *("--idle-exit", config.idle_exit),
+            *("--lease-share", config.lease_share),
+            *("--dma-grace", config.dma_grace),
+        ]
+        for name in _POOL_SETTINGS:
+            value, source = said[PREFIX + name]
+            if source != "default" or value != defaults[PREFIX + name][0]:
+                option = name.replace("_", "-")
+                if isinstance(value, bool):
+                    options.append(f"--{option}" if value else f"--no-{option}")
+                else:
+                    options += [f"--{option}", ",".join(value) if isinstance(value, tuple) else value]
+        return [str(option) for option in options]
+
     def _spawn(self, log_path: Path) -> int:
         """Start the server as a process of its own: it outlives this engine.
 
         Returns a descriptor from which :func:`_exit_code` reads. Engines end every descendant when they stop (vLLM
         looks them up), so the server must be nobody's: a process in between forks and exits at once.
         """
-        config = self._config
-        said, defaults, flags = config.describe(), MaruConfig().describe(), list[str]()
-        options: dict[str, object] = {
-            "--runtime-dir": self._folder.path,
-            "--url": "auto",
-            "--storage-backend": config.storage_backend,
-            "--eviction-policy": config.eviction_policy,
-            "--granule": self._granule,
-            "--idle-exit": config.idle_exit,
-            "--lease-share": config.lease_share,
-            "--dma-grace": config.dma_grace,
-        }
-        for name in _POOL_SETTINGS:
-            value, source = said[PREFIX + name]
-            if source != "default" or value != defaults[PREFIX + name][0]:
-                option = "--" + name.replace("_", "-")
-                if isinstance(value, bool):
-                    flags.append(option if value else option.replace("--", "--no-", 1))
-                else:
-                    options[option] = ",".join(value) if isinstance(value, tuple) else value
         # The child runs in /, so what made this package importable here must not be a relative path there.
         source = str(Path(maru_core.__file__).resolve().parent.parent)
         paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -151,10 +155,7 @@ class ServerStarter:
             raise ConfigError(f"cannot write the server's log {log_path}: {reason}; remove it") from error
         report, result = os.pipe()
         command = [sys.executable, "-c", _DETACH, sys.executable, "-m", "maru_core.cli", "serve"]
-        command += ["--report-fd", str(result)]
-        for option, value in options.items():
-            command += [option, str(value)]
-        command += flags
+        command += ["--report-fd", str(result), *self._options()]
         try:
             subprocess.run(
                 command,

@@ -25,6 +25,7 @@ from maru_core.foreign import is_of_one_host
 from maru_core.protocol.messages import MAX_ARRAY
 from maru_core.protocol.version import PROTOCOL_VERSION
 from maru_core.runtime_dir import RuntimeDir, check_url
+from maru_core.server.directory import Directory
 from maru_core.server.doors import Footprint, places
 from maru_core.server.eviction import least_recently_used
 from maru_core.server.handlers import Handlers
@@ -105,12 +106,7 @@ def run_server(
     runtime = RuntimeDir.open(settings.runtime_dir)
     url = check_url(settings.url, secured=settings.keys is not None) if settings.url else runtime.url
     shared_by_hosts = _shared_by_hosts(settings, url, backends)
-    keys = None
-    if settings.keys is not None and url.startswith("tcp:"):
-        try:
-            keys = KeyRing.load(settings.keys)
-        except OSError as error:
-            raise ConfigError(f"cannot read keys from {settings.keys}: {error.strerror}") from error
+    keys = _load_keys(settings.keys) if settings.keys is not None and url.startswith("tcp:") else None
     with ExitStack() as cleanup:
         cleanup.callback(os.close, runtime.lock_server())
         locks = SessionLocks(runtime.sessions)
@@ -124,19 +120,7 @@ def run_server(
         cleanup.callback(weights.retry)
         _allow_many_sessions()
         give_back_large_blocks()
-        memory = Memory(
-            settings.pools,
-            settings.granule,
-            runtime.owner,
-            shared_by_hosts,
-            settings.take_over,
-            settings.lease_share,
-            settings.namespace_quota,
-            settings.eviction_policy,
-            settings.read_order,
-            settings.demote,
-            settings.promote,
-        )
+        memory = _memory(settings, runtime, shared_by_hosts)
         sessions = SessionRegistry(len(settings.pools), lambda: secrets.randbits(63))
         sessions.most = places()
         keep, now = settings.keep_pools, time.monotonic()
@@ -186,18 +170,7 @@ def run_server(
         )
         cleanup.callback(runtime.server_info.unlink, missing_ok=True)
         cleanup.enter_context(_stop_on_signal(loop))
-        for arena in directory.arenas:
-            log.info(
-                "pool ready",
-                pool=arena.number,
-                backend=arena.descriptor.backend,
-                location=arena.descriptor.location,
-                bytes=arena.descriptor.size,
-                granule=arena.granule,
-            )
-        log.info(
-            "serving", url=address, epoch=epoch, bytes_total=sum(arena.descriptor.size for arena in directory.arenas)
-        )
+        _tell(directory, address, epoch)
         gc.collect()
         gc.freeze()
         gc.enable()
@@ -205,6 +178,43 @@ def run_server(
             ready(address)
         loop.run()
         log.info("stopping", sessions=len(handlers.sessions))
+
+
+def _load_keys(folder: str) -> KeyRing:
+    try:
+        return KeyRing.load(folder)
+    except OSError as error:
+        raise ConfigError(f"cannot read keys from {folder}: {error.strerror}") from error
+
+
+def _memory(settings: ServerSettings, runtime: RuntimeDir, shared_by_hosts: tuple[bool, ...]) -> Memory:
+    return Memory(
+        settings.pools,
+        settings.granule,
+        runtime.owner,
+        shared_by_hosts,
+        settings.take_over,
+        settings.lease_share,
+        settings.namespace_quota,
+        settings.eviction_policy,
+        settings.read_order,
+        settings.demote,
+        settings.promote,
+    )
+
+
+def _tell(directory: Directory, address: str, epoch: int) -> None:
+    log = logs.get_logger(__name__)
+    for arena in directory.arenas:
+        log.info(
+            "pool ready",
+            pool=arena.number,
+            backend=arena.descriptor.backend,
+            location=arena.descriptor.location,
+            bytes=arena.descriptor.size,
+            granule=arena.granule,
+        )
+    log.info("serving", url=address, epoch=epoch, bytes_total=sum(arena.descriptor.size for arena in directory.arenas))
 
 
 def _shared_by_hosts(settings: ServerSettings, url: str, backends: Callable[[str], StorageBackend]) -> tuple[bool, ...]:
