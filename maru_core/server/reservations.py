@@ -13,7 +13,7 @@ from maru_core.server.arena import Arena
 from maru_core.server.headers import chain_pairs, pairs_of
 from maru_core.server.holdings import EntrySet
 from maru_core.server.index import tags_of
-from maru_core.server.objects import FREE, READY, Objects, Postponed
+from maru_core.server.objects import FREE, READY, Objects, Postponed, Run
 from maru_core.server.orphans import Orphans
 from maru_core.server.room import Room
 from maru_core.server.sessions import Session
@@ -136,40 +136,14 @@ class Reservations:
         for entry in held:
             objects.children[entry] += 1
         pairs = chain_pairs(parents[0], packed) if chain else pairs_of(parents, keys)
-        entries, generations = array("I"), array("I")
-        done = 0
         parent = parents[0] if parents else None
 
         def worth(arena: Arena) -> int | None:
             return arena.tenants.worth_of(namespace.number, keys_of(packed), parent)
 
         runs, over_quota = self._room.allocate(namespace, length, count, worth)
-        for arena, pages, start, pieces in runs:
-            taken = pieces * pages
-            first = slice(start, start + taken, pages)
-            before = objects.generation[first]
-            if before == before[:1] * pieces:
-                fresh = array("I", [before[0] % _MAX_GENERATION + 1]) * pieces
-            else:
-                fresh = array("I", [generation % _MAX_GENERATION + 1 for generation in before])
-            objects.generation[first] = fresh
-            arena.headers.write_reserved(
-                start,
-                pages,
-                pairs if pieces == count else pairs[done : done + pieces],
-                fresh,
-                length,
-                session.id,
-                namespace.digest,
-                namespace.weights_epoch,
-            )
-            arena.reserved += taken
-            session.reserved_pages[arena.number] += taken
-            namespace.taken[arena.number] += taken
-            namespace.reserved[arena.number] += taken
-            entries += objects.entry[first]
-            generations += fresh
-            done += pieces
+        entries, generations = self._write(session, runs, pairs, length)
+        done = len(entries)
 
         def enter() -> None:
             objects.fill(runs, tags, length, namespace.number)
@@ -198,6 +172,44 @@ class Reservations:
             entries + array("I", [NO_ENTRY]) * missing,
             generations + array("I", [0]) * missing,
         )
+
+    def _write(
+        self, session: Session, runs: Sequence[Run], pairs: Sequence[bytes], length: int
+    ) -> tuple[array[int], array[int]]:
+        """Write the headers of objects of ``length`` bytes, and count their pages; entries and generations.
+
+        ``pairs``: parent key and key of each, also of those behind them that there is no room for.
+        """
+        objects, namespace = self._objects, session.namespace
+        entries, generations = array("I"), array("I")
+        done = 0
+        for arena, pages, start, pieces in runs:
+            taken = pieces * pages
+            first = slice(start, start + taken, pages)
+            before = objects.generation[first]
+            if before == before[:1] * pieces:
+                fresh = array("I", [before[0] % _MAX_GENERATION + 1]) * pieces
+            else:
+                fresh = array("I", [generation % _MAX_GENERATION + 1 for generation in before])
+            objects.generation[first] = fresh
+            arena.headers.write_reserved(
+                start,
+                pages,
+                pairs if pieces == len(pairs) else pairs[done : done + pieces],
+                fresh,
+                length,
+                session.id,
+                namespace.digest,
+                namespace.weights_epoch,
+            )
+            arena.reserved += taken
+            session.reserved_pages[arena.number] += taken
+            namespace.taken[arena.number] += taken
+            namespace.reserved[arena.number] += taken
+            entries += objects.entry[first]
+            generations += fresh
+            done += pieces
+        return entries, generations
 
     def commit(
         self, session: Session, entries: Sequence[int], generations: Sequence[int], checksums: Sequence[int]
