@@ -21,6 +21,7 @@ from maru_core.server.leases import PRESENCE, Acquired, Leases
 from maru_core.server.moves import Move, Moves
 from maru_core.server.namespaces import Namespaces, NamespaceState
 from maru_core.server.objects import READY, REPLICA, Objects, Postponed
+from maru_core.server.orphans import Orphans
 from maru_core.server.quotas import Quotas
 from maru_core.server.recovery import FindSession, Recovered, Recovery
 from maru_core.server.removal import Removal
@@ -198,20 +199,21 @@ class Directory:
         parents: Sequence[bytes],
         length: int | Sequence[int],
         packed: bytes | None = None,
+        orphans: Orphans | None = None,
     ) -> Reserved:
         """Take pages for keys that nobody has; ``length`` in bytes.
 
         ``packed``: the keys as one column, if at hand; ``keys`` may be empty then, here and elsewhere.
 
         ``parents`` is empty, or as long as ``keys``, or one key: the parent of the first of a chain, in which each
-        key is the parent of the next.
+        key is the parent of the next. ``orphans``: of the parts of the same request that came before this one.
 
         Returns columns of :class:`ReserveStatus`, first entry (NO_ENTRY without one) and generation (0 likewise), which
         may not be changed.
         """
         self._postponed.settle()
         column = b"".join(keys) if packed is None else packed
-        return self._reservations.reserve(session, keys, parents, length, column)
+        return self._reservations.reserve(session, keys, parents, length, column, orphans or Orphans())
 
     def commit(
         self, session: Session, entries: Sequence[int], generations: Sequence[int], checksums: Sequence[int] = ()

@@ -119,7 +119,7 @@ class Operations:
             if weights_epoch != session.namespace.weights_epoch:
                 got = _nowhere(ReserveStatus.REFUSED, count)
             else:
-                got = self._reserve(session, packed, before, part_sizes, orphans)
+                got = self._directory.reserve(session, (), keys_of(before), part_sizes, packed, orphans)
             if total > width:
                 statuses += got[0]
                 entries += got[1]
@@ -138,26 +138,6 @@ class Operations:
         if mine[0]:
             session.remember(request, ReserveUndo(*mine))
         return [statuses, entries.tobytes(), generations.tobytes()]
-
-    def _reserve(
-        self, session: Session, keys: bytes, parents: bytes, length: int | Sequence[int], orphans: Orphans
-    ) -> Reserved:
-        """One slice: see :class:`Orphans` for those that nothing is reserved for."""
-        counters = self._directory.counters
-        elders = keys_of(parents)
-        skipped = 0 if orphans.is_empty else orphans.leading(keys_of(keys), elders)
-        nowhere = _nowhere(ReserveStatus.NO_ROOM, skipped)
-        counters[orphans.reason] += skipped
-        rest = keys[skipped * KEY_SIZE :]
-        if not rest:
-            return nowhere
-        sizes = length if type(length) is int else length[skipped:]  # type: ignore[index]
-        over_quota = counters["skipped_over_quota"]
-        got = self._directory.reserve(session, (), elders[skipped:], sizes, rest)
-        if ReserveStatus.NO_ROOM in got[0]:
-            reason = "skipped_over_quota" if counters["skipped_over_quota"] > over_quota else ""
-            orphans.note(keys_of(rest), got[0], reason)
-        return (nowhere[0] + got[0], nowhere[1] + got[1], nowhere[2] + got[2]) if skipped else got
 
     def _give_back(self, session: Session, entries: array[int], generations: array[int]) -> Generator[None, None, None]:
         for at in range(0, len(entries), SLICE):

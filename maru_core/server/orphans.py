@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from attrs import define, field
 
-from maru_core.protocol.messages import ReserveStatus
-
 
 @define
 class Orphans:
@@ -26,19 +24,15 @@ class Orphans:
         """Whether there was room for all so far."""
         return not self._keys
 
-    def note(self, keys: Sequence[bytes], statuses: bytes | bytearray, reason: str = "") -> None:
-        """What was answered for ``keys``, and by which counter, if not by that of a full pool."""
-        if ReserveStatus.NO_ROOM in statuses:
-            self.reason = reason or "skipped_no_room"
-            pairs = zip(keys, statuses, strict=True)
-            self._keys.update(key for key, status in pairs if status == ReserveStatus.NO_ROOM)
+    def note(self, keys: Sequence[bytes], reason: str) -> None:
+        """There was no room for ``keys``, which ``reason`` counts."""
+        self.reason = reason
+        self._keys.update(keys)
 
     def leading(self, keys: Sequence[bytes], parents: Sequence[bytes]) -> int:
-        """How many of ``keys``, from the first, are such; ``parents``: none, one per key, or the first of a chain."""
+        """How many of ``keys``, from the first, are such; ``parents``: none, or one per key."""
         if not self._keys or not parents:
             return 0
-        if len(parents) == 1:
-            parents = (*parents, *keys[:-1])
         for count, (key, parent) in enumerate(zip(keys, parents, strict=True)):
             if parent not in self._keys:
                 return count

@@ -46,13 +46,14 @@ class Reservations:
         parents: Sequence[bytes],
         length: int | Sequence[int],
         packed: bytes,
+        orphans: Orphans,
     ) -> Reserved:
         """:meth:`Directory.reserve`; ``packed`` are the keys as one column. The results may not be changed."""
         count = len(packed) // KEY_SIZE
         tags = tags_of(packed)
         found = session.namespace.index.find(packed, tags)
-        if type(length) is int and found.count(None) == count and len(set(tags)) == count:
-            return self._reserve_new(session, parents, length, packed, tags)
+        if type(length) is int and orphans.is_empty and found.count(None) == count and len(set(tags)) == count:
+            return self._reserve_new(session, parents, length, packed, tags, orphans)
         keys = keys or keys_of(packed)
         if len(parents) == 1:
             parents = (*parents, *keys[:-1])
@@ -60,7 +61,6 @@ class Reservations:
         entries = array("I", [NO_ENTRY]) * count
         generations = array("I", bytes(4 * count))
         lengths: Sequence[int] = [length] * count if type(length) is int else length  # type: ignore[assignment]
-        orphans = Orphans()
         for size, places in self._sort(session, keys, found, lengths, statuses):
             part_keys = [keys[at] for at in places]
             part_parents = [parents[at] for at in places] if parents else []
@@ -72,14 +72,11 @@ class Reservations:
                 places, part_keys, part_parents = places[skipped:], part_keys[skipped:], part_parents[skipped:]
                 if not places:
                     continue
-            over_quota = self._counters["skipped_over_quota"]
             part = b"".join(part_keys)
-            got = self._reserve_new(session, part_parents, size, part, tags_of(part))
+            got = self._reserve_new(session, part_parents, size, part, tags_of(part), orphans)
             self._postponed.settle()
             for at, status, entry, generation in zip(places, *got, strict=True):
                 statuses[at], entries[at], generations[at] = status, entry, generation
-            over = self._counters["skipped_over_quota"] > over_quota
-            orphans.note(part_keys, got[0], "skipped_over_quota" if over else "")
         return statuses, entries, generations
 
     def _sort(
@@ -116,9 +113,15 @@ class Reservations:
         return groups
 
     def _reserve_new(
-        self, session: Session, parents: Sequence[bytes], length: int, packed: bytes, tags: array[int]
+        self,
+        session: Session,
+        parents: Sequence[bytes],
+        length: int,
+        packed: bytes,
+        tags: array[int],
+        orphans: Orphans,
     ) -> Reserved:
-        """Keys that differ and are not in the index, all of one length."""
+        """Keys that differ and are not in the index, all of one length; ``orphans`` is told of those without room."""
         count = len(tags)
         if not self._room.fits(length):
             nowhere = array("I", [NO_ENTRY]) * count
@@ -165,6 +168,7 @@ class Reservations:
         if done == count:
             return bytearray(count), entries, generations
         missing = count - done
+        orphans.note(keys_of(packed)[done:], "skipped_over_quota" if over_quota else "skipped_no_room")
         self._counters["skipped_over_quota"] += over_quota
         self._counters["skipped_no_room"] += missing - over_quota
         return (
