@@ -375,10 +375,8 @@ def test_a_head_that_very_many_share_stays(monkeypatch):
 # What a server leaves behind that is killed while objects move.
 
 
-def test_killed_before_any_line_of_a_move():
-    world, session = tiers(4, 4)
-    world.store(session, keys(0, 4), parents=(key(99),))
-    before = world.ready()
+def killed_in_a_move(world: World) -> tuple[Move, list[list[bytearray]]]:
+    """The next move, made to its end, and the header tables of a server that is killed before any line of it."""
     held: list[Move] = []
 
     def act() -> None:
@@ -388,6 +386,14 @@ def test_killed_before_any_line_of_a_move():
         assert world.directory.finish_move(move, True)
 
     moments = tables_at_each_line(world, act)
+    return held[0], moments
+
+
+def test_killed_before_any_line_of_a_move():
+    world, session = tiers(4, 4)
+    world.store(session, keys(0, 4), parents=(key(99),))
+    before = world.ready()
+    _, moments = killed_in_a_move(world)
     after = world.ready()
     twice = 0
     assert len(moments) > 4

@@ -12,8 +12,8 @@ from maru_core.server.objects import REPLICA
 from maru_core.server.sessions import Session
 from tests.server.pure import GRANULE, World
 from tests.server.raw import key
-from tests.server.test_moves import pool_of
-from tests.server.test_recovery import keys, tables_at_each_line
+from tests.server.test_moves import killed_in_a_move, pool_of
+from tests.server.test_recovery import keys
 
 READY, ABSENT = bytes([Presence.READY]), bytes([Presence.ABSENT])
 
@@ -278,15 +278,7 @@ def test_killed_before_any_line_of_copying_up():
     for _ in range(2):
         use(world, session, keys(0, 1))
     before, taken = world.ready(), sum(arena.free.free for arena in world.directory.arenas)
-    held: list[Move] = []
-
-    def act() -> None:
-        move = world.directory.next_move()
-        assert move is not None
-        held.append(move)
-        assert world.directory.finish_move(move, True)
-
-    moments = tables_at_each_line(world, act)
+    move, moments = killed_in_a_move(world)
     served = set()
     for tables in moments:
         again = world.reborn(tables=tables)
@@ -301,7 +293,6 @@ def test_killed_before_any_line_of_copying_up():
         again.check()
         assert sum(arena.free.free for arena in again.directory.arenas) == taken
         assert not again.directory.objects.replica
-    (move,) = held
     assert served == {(move.source, move.source_generation), (move.target, move.target_generation)}
     assert world.directory.objects.state[move.target] == REPLICA
 
