@@ -382,7 +382,7 @@ struct maru_copy_job {
   uint64_t taken;
 };
 
-/* MARU_CUDA_ABI_VERSION of the library. */
+/* MARU_ABI_VERSION of the library. */
 MARU_API uint32_t maru_copy_abi_version(void);
 
 /* Copy the pieces of a job, or what other threads leave of them; all is copied once every thread that called has
