@@ -33,7 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import gpu_layers
 from benchmarks.outcome import Bound, Least, Outcome, main
-from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout, PlaneStrides
+from maru_core.batches import ChunkCopies, Rooms
+from maru_core.geometry import ObjectLayout, PagedLayout, PlaneStrides
 from maru_transfer.cuda_library import LOAD, MAPPED, STORE
 from maru_transfer.kernel import KernelEngine, KernelTransfer, Tuning
 from maru_transfer.slices import Limits, Slicer
@@ -71,12 +72,10 @@ class Bench:
         self.host = torch.empty(BYTES, dtype=torch.uint8, pin_memory=True)
         self.host.view(torch.int16).random_(-(1 << 15), (1 << 15) - 1)
         raw = memoryview(self.host.numpy())
-        self.buffers = [raw[n * STORED.nbytes : (n + 1) * STORED.nbytes] for n in range(CHUNKS)]
         order = np.random.default_rng(1).permutation(BLOCKS - 1)[: TOKENS // BLOCK] + 1
         self.tables = {"scattered": order.tolist(), "in a row": list(range(4, 4 + TOKENS // BLOCK))}
-        self.copies = [
-            ChunkCopy(chunk, chunk * CHUNK, (chunk + 1) * CHUNK, buffer) for chunk, buffer in enumerate(self.buffers)
-        ]
+        rooms = Rooms(raw, range(CHUNKS), 0, STORED.nbytes, STORED.nbytes)
+        self.copies = ChunkCopies(range(CHUNKS), 1, CHUNK, rooms)
 
     def paged(self, layout: str) -> PagedLayout:
         """The pages as a layout."""

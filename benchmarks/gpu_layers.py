@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from attrs import evolve, frozen
 
 from benchmarks.outcome import Bound, Least
+from maru_core.batches import ChunkCopies, Rooms
 from maru_core.geometry import ChunkCopy, ObjectLayout
 from maru_transfer.cuda_library import LOAD, STORE
 from maru_transfer.kernel import Tuning
@@ -38,29 +39,24 @@ class Rows:
     figures: dict[str, Any]
 
 
-def requests(bench: Any) -> dict[str, tuple[ObjectLayout, list[ChunkCopy]]]:
+def requests(bench: Any) -> dict[str, tuple[ObjectLayout, ChunkCopies]]:
     """The whole request in each format, objects in a row, and in both at random places."""
     whole: ObjectLayout = layout_of(bench)
     single = evolve(whole, num_layers=1)
     raw = memoryview(bench.host.numpy())
-    layers, tokens = whole.num_layers, whole.chunk_tokens
-    chunks = len(bench.buffers)
+    chunks, layers, tokens = len(bench.copies), whole.num_layers, whole.chunk_tokens
 
-    def layerwise(places: list[int]) -> list[ChunkCopy]:
-        size = single.nbytes
-        return [
-            ChunkCopy(c, c * tokens, (c + 1) * tokens, raw[at * size : (at + 1) * size], layer)
-            for (c, layer), at in zip(np.ndindex(chunks, layers), places, strict=True)
-        ]
+    def at(places: Sequence[int], stored: ObjectLayout) -> ChunkCopies:
+        rooms = Rooms(raw, places, 0, stored.nbytes, stored.nbytes)
+        return ChunkCopies(range(len(places)), layers // stored.num_layers, tokens, rooms)
 
     mixed = np.random.default_rng(2).permutation(chunks).tolist()
-    scattered = [elsewhere(copy, bench.buffers[at]) for copy, at in zip(bench.copies, mixed, strict=True)]
     count = chunks * layers
     return {
         "chunkwise": (whole, bench.copies),
-        "chunkwise, objects scattered": (whole, scattered),
-        "layerwise": (single, layerwise(list(range(count)))),
-        "layerwise, objects scattered": (single, layerwise(np.random.default_rng(3).permutation(count).tolist())),
+        "chunkwise, objects scattered": (whole, at(mixed, whole)),
+        "layerwise": (single, at(range(count), single)),
+        "layerwise, objects scattered": (single, at(np.random.default_rng(3).permutation(count).tolist(), single)),
     }
 
 
@@ -71,15 +67,10 @@ def layout_of(bench: Any) -> ObjectLayout:
     return ObjectLayout(len(paged.planes), paged.num_layers, tokens, paged.hidden, paged.element_size)
 
 
-def elsewhere(copy: ChunkCopy, buffer: memoryview) -> ChunkCopy:
-    """The same tokens, from elsewhere."""
-    return ChunkCopy(copy.chunk, copy.first, copy.last, buffer, copy.layer)
-
-
 class Layered:
     """One request, open in the engine."""
 
-    def __init__(self, transfer: Any, table: list[int], copies: list[ChunkCopy]) -> None:
+    def __init__(self, transfer: Any, table: list[int], copies: Sequence[ChunkCopy]) -> None:
         self._transfer, self._table, self._copies = transfer, table, copies
         self._stream = torch.cuda.Stream()
 
@@ -137,7 +128,9 @@ def clock(run: Callable[[], Any], repeats: int, warm: int = 2) -> float:
     return statistics.median(passed[warm:])
 
 
-def check(bench: Any, layout: str, tuning: Tuning, name: str, stored: ObjectLayout, copies: list[ChunkCopy]) -> None:
+def check(
+    bench: Any, layout: str, tuning: Tuning, name: str, stored: ObjectLayout, copies: Sequence[ChunkCopy]
+) -> None:
     """Stops unless what was stored comes back layer by layer: figures of a wrong copy mean nothing."""
     table = bench.tables["scattered"]
     kept = bench.pages.clone()
@@ -186,7 +179,7 @@ def measure_one(
     tuning: Tuning,
     name: str,
     stored: ObjectLayout,
-    copies: list[ChunkCopy],
+    copies: Sequence[ChunkCopy],
     best: dict[str, float],
     repeats: int,
 ) -> Rows:

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.beside_python import InParts, Whole, steps_of
 from benchmarks.outcome import Bound, Outcome, main
+from maru_core.batches import Rooms
 from maru_core.geometry import ObjectLayout, PagedLayout, PlaneStrides
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape
@@ -67,10 +68,10 @@ class Objects:
         """Those that are asked for."""
         return Objects(self.pool, keys)
 
-    def view(self, index: int) -> memoryview:
-        """Bytes of one."""
-        at = int.from_bytes(self.keys[index], "little") * STORED.nbytes
-        return self.pool[at : at + STORED.nbytes]
+    def views(self) -> Rooms:
+        """Bytes of each."""
+        places = [int.from_bytes(key, "little") for key in self.keys]
+        return Rooms(self.pool, places, 0, STORED.nbytes, STORED.nbytes)
 
     def reading(self) -> AbstractContextManager[None]:
         """Nobody wants to know."""

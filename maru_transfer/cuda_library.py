@@ -108,13 +108,17 @@ class DeviceInfo:
 
 @frozen(eq=False)
 class Job:
-    """What one call moves. ``segments`` of type SEGMENT, ``blocks`` int32, ``cuts`` uint64, as struct maru_job says."""
+    """What one call moves. ``segments`` of type SEGMENT, ``blocks`` int32, ``cuts`` uint64, as struct maru_job says.
+
+    ``owners``: the copy of each segment, where that is known.
+    """
 
     direction: int
     segments: Array
     blocks: Array
     first_place: int
     cuts: Array
+    owners: Array | None = None
 
 
 @frozen

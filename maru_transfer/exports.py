@@ -13,6 +13,8 @@ from typing import Any, Final
 import numpy as np
 from attrs import frozen
 
+from maru_core.batches import Rooms
+
 #: struct maru_buffer.
 VIEW: Final = np.dtype(
     [
@@ -55,33 +57,45 @@ class BufferCalls:
 
 
 class Exports:
-    """Contiguous buffers of a request: none of them, nor what they are views of, can be let go of before release()."""
+    """Contiguous buffers of a request: none of them, nor what they are views of, can be let go of before release().
+
+    ``addresses``: of the first byte of each, int64. ``readonly``: whether one of them cannot be written.
+    """
 
     def __init__(self, calls: BufferCalls, buffers: Sequence[Any]) -> None:
         """Raises what a buffer raises: ValueError or BufferError of one that is released or not contiguous."""
         self._release = calls.release
         self._held = 0
+        self._whole: Any = None
+        if isinstance(buffers, Rooms) and len(buffers) and not buffers.buffer.readonly:
+            # They stay when the one stays that they lie in, and nothing native is needed to ask it.
+            places = _places(buffers)
+            self._whole = ctypes.c_char.from_buffer(buffers.buffer)
+            self.addresses: Array = places + ctypes.addressof(self._whole)
+            self.readonly = False
+            return
         self._views = np.zeros(len(buffers), VIEW)
-        # In CPython an object's id is its address.
+        # In CPython an object's id is its address, and an object that is made for this must stay for so long.
+        buffers = list(buffers)
         objects = np.fromiter(map(id, buffers), np.uintp, len(buffers))
         self._held = calls.take(objects.ctypes.data, len(buffers), self._views.ctypes.data)
-
-    @property
-    def addresses(self) -> Array:
-        """Of the first byte of each, int64."""
-        return self._views["address"].astype(np.int64)
-
-    @property
-    def readonly(self) -> Array:
-        """Of each, whether it cannot be written."""
-        flags: Array = self._views["readonly"] != 0
-        return flags
+        self.addresses = self._views["address"].astype(np.int64)
+        self.readonly = bool(self._views["readonly"].any())
 
     def release(self) -> None:
         """Idempotent."""
+        self._whole = None
         held, self._held = self._held, 0
         if held:
             self._release(self._views.ctypes.data, held)
 
     def __del__(self) -> None:
         self.release()
+
+
+def _places(rooms: Rooms) -> Array:
+    """Where rooms, at least one, begin in their buffer, int64. Raises ValueError when one of them leaves it."""
+    places = np.fromiter(rooms.entries, np.int64, len(rooms)) * rooms.granule + rooms.origin
+    if places.min() < 0 or places.max() > rooms.buffer.nbytes - rooms.nbytes or rooms.nbytes < 0:
+        raise ValueError(f"objects of {rooms.nbytes} bytes leave their buffer of {rooms.buffer.nbytes}")
+    return places

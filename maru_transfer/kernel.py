@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from attrs import field, frozen
 
+from maru_core.batches import ChunkCopies
 from maru_core.brake import Brake
 from maru_core.contracts import PreparedLoad, PreparedStore, Transfer
 from maru_core.errors import TransferError
@@ -24,7 +25,7 @@ from maru_transfer.plan import mismatch, plan_pieces
 
 if TYPE_CHECKING:
     from maru_transfer.cuda_library import CudaDevice, CudaLibrary, Job
-    from maru_transfer.exports import Exports
+    from maru_transfer.exports import Array, Exports
     from maru_transfer.slices import Spans
 
 #: Planes, elements of a byte or a few: what the kernels know.
@@ -193,12 +194,12 @@ class KernelTransfer:
             raise TransferError("this transfer is closed")
         self._device.check()
         try:
-            held = self._device.export([copy.buffer for copy in copies])
+            held = self._device.export(_buffers(copies))
         except (BufferError, TypeError, ValueError) as error:  # not contiguous, no buffer, or released
             plan_pieces(self._slicer.paged, self._slicer.stored, block_ids, copies)
             raise TransferError(f"a buffer cannot be used: {error}") from error
         try:
-            slices.writable(direction, copies, held.readonly)
+            slices.writable(direction, copies, readonly=held.readonly)
             # What is registered now may not be any more when the next call comes.
             spans = _asking(self._device) if self._pinned is None else _told(self._pinned)
             return held, self._slicer.job(direction, block_ids, copies, held.addresses, spans, by_layer=by_layer)
@@ -238,24 +239,31 @@ class _Prepared:
 
     def run(self, brake: Brake, least: int) -> int:
         """All in one native call."""
-        owners = self._owners()
-        behind = [first for first, owner in enumerate(owners) if owner >= least]
-        moved = self._run(self._job, brake, behind[0] if behind else len(owners))
+        job, owners = self._job, self._owners()
+        behind = (owners >= least).nonzero()[0]
+        moved = self._run(job, brake, int(behind[0]) if len(behind) else len(owners))
         # A copy is complete when no segment of it, nor of one before it, is left.
-        return min(owners[moved:], default=self._count)
+        return self._count if moved >= len(owners) else int(owners[moved:].min())
 
     def close(self) -> None:
         """Idempotent."""
         self._held.release()
 
-    def _owners(self) -> list[int]:
+    def _owners(self) -> Array:
         """The copy of each segment: the first whose object has the last address that is not behind the segment's."""
+        if self._job.owners is not None:
+            return self._job.owners
         addresses = self._held.addresses
         order = addresses.argsort(kind="stable")
         ascending = addresses[order]
         found = ascending.searchsorted(self._job.segments["host"].astype(addresses.dtype), side="right") - 1
-        owners: list[int] = order[ascending.searchsorted(ascending[found])].tolist()
+        owners: Array = order[ascending.searchsorted(ascending[found])]
         return owners
+
+
+def _buffers(copies: Sequence[ChunkCopy]) -> Sequence[memoryview]:
+    """Those of copies, which need not be made for that."""
+    return copies.buffers if isinstance(copies, ChunkCopies) else [copy.buffer for copy in copies]
 
 
 @frozen

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
+from maru_core.batches import ChunkCopies, Rooms
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout, PlaneStrides
 from maru_transfer.cuda_library import (
@@ -24,6 +25,7 @@ from maru_transfer.cuda_library import (
     Array,
     Job,
 )
+from maru_transfer.even import Templates, blocks_of
 from maru_transfer.flow import ALIGNMENT, Cutter, Shares
 from maru_transfer.plan import plan_pieces, refuse_read_only
 
@@ -52,6 +54,11 @@ class Slicer:
     paged: PagedLayout
     stored: ObjectLayout
     limits: Limits
+    _templates: Templates = field(init=False, eq=False, repr=False)
+
+    @_templates.default
+    def _make_templates(self) -> Templates:
+        return Templates(self._whole, self._objects)
 
     def __attrs_post_init__(self) -> None:
         if self.limits.slot < self._token_bytes:
@@ -74,15 +81,12 @@ class Slicer:
         ``by_layer``: one layer of all copies after another, and every slice tells how many are complete behind it.
         Raises TransferError as plan_pieces does.
         """
+        even = self._even(direction, block_ids, copies, addresses, spans, by_layer=by_layer)
+        if even is not None:
+            return even
         try:
             table = np.array(block_ids, np.int64).reshape(-1)
-            # Column by column: no object is made per copy, which would wake the garbage collector.
-            count = len(copies)
-            ranges = np.empty((count, 3), np.int64)
-            ranges[:, 0] = np.fromiter([copy.chunk for copy in copies], np.int64, count)
-            ranges[:, 1] = np.fromiter([copy.first for copy in copies], np.int64, count)
-            ranges[:, 2] = np.fromiter([copy.last for copy in copies], np.int64, count)
-            layers = np.fromiter([-1 if copy.layer is None else copy.layer for copy in copies], np.int64, count)
+            ranges, layers = _columns(copies)
             places = self._places(ranges)
             sound = self._is_sound(table, copies, ranges, layers, places)
         except (OverflowError, TypeError, ValueError):  # no numbers, or such as nobody can mean
@@ -97,10 +101,61 @@ class Slicer:
             return Job(direction, np.empty(0, SEGMENT), np.empty(0, np.int32), 0, np.empty(0, np.uint64))
         ways, cuts = self._ways(table, ranges, places, where, spans)
         low, high = int(places[:, 0].min()), int(places[:, 1].max())
+        segments = self._cut(ranges, layers, where, ways, by_layer=by_layer)
+        return Job(direction, segments, table[low:high].astype(np.int32), low, _ascending(cuts))
+
+    def _even(
+        self,
+        direction: int,
+        block_ids: Sequence[int],
+        copies: Sequence[ChunkCopy],
+        addresses: Sequence[int] | Array,
+        spans: Callable[[int, int], Spans],
+        *,
+        by_layer: bool,
+    ) -> Job | None:
+        """The job, if this is a sound request of whole chunks that all cross the bus from or to locked memory."""
+        chunks = copies.whole_chunks() if isinstance(copies, ChunkCopies) else None
+        if chunks is None or not isinstance(copies, ChunkCopies) or not self._fits(copies, chunks):
+            return None
+        where = np.asarray(addresses, np.int64)
+        low, high = int(where.min()), int(where.max()) + self.stored.nbytes
+        found = spans(low, high - low)
+        try:
+            blocks = blocks_of(self.paged, self.stored, block_ids, chunks)
+        except (OverflowError, TypeError, ValueError):  # no numbers, or such as nobody can mean
+            return None
+        template = self._templates.get(len(chunks), by_layer=by_layer)
+        if blocks is None or template is None or not all(locked for _, _, locked in found):
+            return None
+        segments = template.at(where, chunks.start * self.stored.chunk_tokens)
+        cuts = np.array([first for first, _, _ in found[1:]], np.uint64)
+        return Job(direction, segments, blocks[1], blocks[0], cuts, template.owners)
+
+    def _fits(self, copies: ChunkCopies, chunks: range) -> bool:
+        """Whether whole chunks are this transfer's, and neither so long nor so few that they travel in another way."""
+        stored, rooms = self.stored, copies.buffers
+        return (
+            isinstance(rooms, Rooms)
+            and (len(rooms), rooms.nbytes) == (len(copies), stored.nbytes)
+            and copies.chunk_tokens == stored.chunk_tokens
+            and copies.objects == self._objects
+            and stored.chunk_tokens * self._token_bytes < self.limits.direct
+            and len(copies) * stored.nbytes > self.limits.mapped
+        )
+
+    def _whole(self, count: int, by_layer: bool, where: Array) -> Array:
+        """Segments of the first ``count`` chunks of a request, whose objects lie there."""
+        chunks, layers = np.divmod(np.arange(count * self._objects), self._objects)
+        size = self.stored.chunk_tokens
+        ranges = np.stack([chunks, chunks * size, chunks * size + size], 1)
+        ways = np.full(len(ranges), STAGED, np.int64)
+        return self._cut(ranges, layers, where, ways, by_layer=by_layer)
+
+    def _cut(self, ranges: Array, layers: Array, where: Array, ways: Array, *, by_layer: bool) -> Array:
         shares = self._shares(ranges, layers, where, ways, by_layer=by_layer)
         followed = self.paged.num_layers if by_layer else 0
-        cutter = Cutter(self.limits.slot, self._token_bytes, self.paged.block_size, followed)
-        return Job(direction, cutter.cut(shares), table[low:high].astype(np.int32), low, _ascending(cuts))
+        return Cutter(self.limits.slot, self._token_bytes, self.paged.block_size, followed).cut(shares)
 
     def _shares(self, ranges: Array, layers: Array, where: Array, ways: Array, *, by_layer: bool) -> Shares:
         """What is moved of each object, in order of copies or of layers."""
@@ -120,6 +175,11 @@ class Slicer:
         return evolve(shares, host=shares.host + layer * row_bytes, row=layer, layer=layer)
 
     @property
+    def _objects(self) -> int:
+        """Of each chunk."""
+        return self.paged.num_layers // self.stored.num_layers
+
+    @property
     def _layerwise(self) -> bool:
         return self.stored.num_layers != self.paged.num_layers
 
@@ -135,7 +195,10 @@ class Slicer:
     def _is_sound(self, table: Array, copies: Sequence[ChunkCopy], ranges: Array, layers: Array, places: Array) -> bool:
         """What plan_pieces checks, for all blocks at once; layouts were compared when the transfer was opened."""
         nbytes = self.stored.nbytes
-        if not all(copy.buffer.nbytes == nbytes and copy.buffer.c_contiguous for copy in copies):
+        if isinstance(copies, ChunkCopies) and isinstance(copies.buffers, Rooms):
+            if copies.buffers.nbytes != nbytes:
+                return False
+        elif not all(copy.buffer.nbytes == nbytes and copy.buffer.c_contiguous for copy in copies):
             return False
         # With one layer both formats are the same, and it may be named or not.
         least = 0 if self._layerwise else -1
@@ -200,6 +263,25 @@ class Slicer:
         return np.cumsum(begins)
 
 
+def _columns(copies: Sequence[ChunkCopy]) -> tuple[Array, Array]:
+    """Chunk, first and last token of each copy, and its layer or -1. int64.
+
+    No object is made per copy, which would wake the garbage collector.
+    """
+    count = len(copies)
+    ranges = np.empty((count, 3), np.int64)
+    if isinstance(copies, ChunkCopies):
+        numbers, size = np.fromiter(copies.numbers, np.int64, count), copies.chunk_tokens
+        ranges[:, 0] = chunks = numbers // copies.objects
+        np.maximum(chunks * size, copies.first, out=ranges[:, 1])
+        np.minimum(chunks * size + size, copies.last, out=ranges[:, 2])
+        return ranges, numbers - chunks * copies.objects if copies.objects > 1 else np.full(count, -1)
+    ranges[:, 0] = np.fromiter([copy.chunk for copy in copies], np.int64, count)
+    ranges[:, 1] = np.fromiter([copy.first for copy in copies], np.int64, count)
+    ranges[:, 2] = np.fromiter([copy.last for copy in copies], np.int64, count)
+    return ranges, np.fromiter([-1 if copy.layer is None else copy.layer for copy in copies], np.int64, count)
+
+
 def _ascending(values: Array) -> Array:
     """Sorted, each once; np.unique would import numpy.ma in the midst of the first request."""
     values = np.sort(values)
@@ -218,7 +300,7 @@ def is_plain(paged: PagedLayout, plane: PlaneStrides) -> bool:
     )
 
 
-def writable(direction: int, copies: Sequence[ChunkCopy], readonly: Array) -> None:
-    """Raises TransferError when a store has a buffer that cannot be written. ``readonly``: of each copy."""
-    if direction == STORE and readonly.any():
+def writable(direction: int, copies: Sequence[ChunkCopy], *, readonly: bool) -> None:
+    """Raises TransferError when a store has a buffer that cannot be written. ``readonly``: whether there is one."""
+    if direction == STORE and readonly:
         refuse_read_only(copies)

@@ -51,6 +51,11 @@ class Located:
         self._acquire()
         return self._regions.room(self.entries[index], self.lengths[index])
 
+    def views(self) -> Sequence[memoryview]:
+        """:meth:`view` of each, in order and at once."""
+        self._acquire()
+        return self._regions.rooms(self.entries, self.lengths)
+
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Wrap the copy in this: tells device hints what is about to be read, and when that is over."""
@@ -331,13 +336,13 @@ class KeyCalls:
         """Writable bytes of a reserved object, to be written and not to be read; otherwise as :meth:`view`."""
         return self._link.session_of(grants.epoch).regions.room(grants.entries[index], grants.lengths[index])
 
-    def rooms(self, grants: Grants, indices: Sequence[int]) -> list[memoryview]:
+    def rooms(self, grants: Grants, indices: Sequence[int]) -> Sequence[memoryview]:
         """:meth:`room` for each of many objects; quick where they have one length."""
         regions = self._link.session_of(grants.epoch).regions
-        entries, lengths = ([column[index] for index in indices] for column in (grants.entries, grants.lengths))
-        if len(set(lengths)) == 1:
-            return regions.rooms(entries, lengths[0])
-        return [regions.room(entry, length) for entry, length in zip(entries, lengths, strict=True)]
+        entries, lengths = grants.entries, grants.lengths
+        if indices != range(len(entries)):
+            entries, lengths = array("I", [entries[i] for i in indices]), [lengths[i] for i in indices]
+        return regions.rooms(entries, lengths)
 
     def view(self, epoch: int, entry: int, length: int) -> memoryview:
         """Writable bytes of an object, without a copy. ``epoch`` is that of the grants or lease it comes from.

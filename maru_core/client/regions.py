@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
+from maru_core.batches import Rooms
 from maru_core.client.columns import check_place
 from maru_core.contracts import PoolRegistrar, ReadExtent, Region, StorageBackend
 from maru_core.errors import BackendError, MaruError, StaleEpoch
@@ -152,14 +153,15 @@ class Regions:
                 raise
             raise _gone() from None
 
-    def rooms(self, entries: Sequence[int], length: int) -> list[memoryview]:
-        """:meth:`room` for each of many objects of one length, in a fraction of the time."""
-        with suppress(ValueError, BackendError):  # room says what is wrong
-            pool = check_place(max(entries), length, self._pools)
-            if min(entries) >= pool.entry_base:  # what is before the last one in its pool has room there, too
-                buffer = self.of(pool).buffer
-                return [buffer[at : at + length] for at in [_offset(pool, entry) for entry in entries]]
-        return [self.room(entry, length) for entry in entries]
+    def rooms(self, entries: Sequence[int], lengths: Sequence[int]) -> Sequence[memoryview]:
+        """:meth:`room` for each of many objects; in a fraction of the time where pool and length are the same."""
+        if entries and lengths.count(lengths[0]) == len(entries) == len(lengths):
+            with suppress(ValueError, BackendError):  # room says what is wrong
+                pool = check_place(max(entries), lengths[0], self._pools)
+                if min(entries) >= pool.entry_base:  # what is before the last one in its pool has room there, too
+                    buffer = self.of(pool).buffer[:]
+                    return Rooms(buffer, entries, _offset(pool, 0), pool.granule, lengths[0])
+        return [self.room(entry, length) for entry, length in zip(entries, lengths, strict=True)]
 
     def acquire(self, entries: Sequence[int], lengths: Sequence[int]) -> None:
         """Forget stale copies of the bytes of these objects, in full; runs of adjacent ones at once.

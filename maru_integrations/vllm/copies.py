@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from attrs import frozen
 
+from maru_core.batches import ChunkCopies
 from maru_core.geometry import ChunkCopy
 from maru_integrations.vllm.metadata import LoadOp, StoreOp
 
@@ -31,10 +32,6 @@ class ChunkShape:
         """The objects of chunks that are counted from the same first one."""
         return range(chunks.start * self.objects, chunks.stop * self.objects)
 
-    def layer(self, index: int) -> int | None:
-        """The one layer that object ``index`` of a request's holds; ``None`` when an object holds them all."""
-        return index % self.objects if self.objects > 1 else None
-
 
 def chunks_of(op: LoadOp, shape: ChunkShape) -> int:
     """How many chunks a load touches."""
@@ -56,15 +53,12 @@ def problem_of(op: LoadOp, shape: ChunkShape) -> str | None:
     return None
 
 
-def load_copies(op: LoadOp, shape: ChunkShape, chunks: range, view: Callable[[int], memoryview]) -> list[ChunkCopy]:
-    """Copies of ``chunks`` (counted from the load's first) to ``op.blocks``; ``view(i)``: the i-th object of these."""
-    size, base = shape.chunk_tokens, op.chunk * shape.chunk_tokens
-    layers = [shape.layer(number) for number in range(shape.objects)]
-    copies: list[ChunkCopy] = []
-    for chunk in chunks:
-        first, last = max(op.first - base, chunk * size), min(op.last - base, (chunk + 1) * size)
-        copies += [ChunkCopy(chunk, first, last, view(place), layer) for place, layer in enumerate(layers, len(copies))]
-    return copies
+def load_copies(op: LoadOp, shape: ChunkShape, chunks: range, buffers: Sequence[memoryview]) -> Sequence[ChunkCopy]:
+    """Copies of ``chunks`` (counted from the load's first) to ``op.blocks``; ``buffers``: those of their objects."""
+    base = op.chunk * shape.chunk_tokens
+    return ChunkCopies(
+        shape.objects_of(chunks), shape.objects, shape.chunk_tokens, buffers, op.first - base, op.last - base
+    )
 
 
 def failed_blocks(op: LoadOp, shape: ChunkShape, good: int) -> Sequence[int]:
@@ -112,16 +106,6 @@ def part_of(op: StoreOp, shape: ChunkShape, objects: range) -> StoreItems:
     return StoreItems(op.keys[part], op.parents[part], blocks)
 
 
-def store_copies(shape: ChunkShape, chosen: Sequence[int], rooms: Sequence[memoryview]) -> list[ChunkCopy]:
+def store_copies(shape: ChunkShape, chosen: Sequence[int], rooms: Sequence[memoryview]) -> Sequence[ChunkCopy]:
     """Copies that fill ``rooms``, one for each of the ``chosen`` objects of some items, from the items' blocks."""
-    size, objects = shape.chunk_tokens, shape.objects
-    return [
-        ChunkCopy(
-            chunk=index // objects,
-            first=index // objects * size,
-            last=(index // objects + 1) * size,
-            buffer=room,
-            layer=shape.layer(index),
-        )
-        for index, room in zip(chosen, rooms, strict=True)
-    ]
+    return ChunkCopies(chosen, shape.objects, shape.chunk_tokens, rooms)

@@ -346,7 +346,7 @@ class Loader:
         """The whole load; its request may go on before it is complete, so every object is proven before that."""
         op = job.op
         located = link.handler.adopt(op.epoch, op.entries, op.generations, op.lengths, op.keys)
-        copies = load_copies(op, self._shape, chunks, located.view)
+        copies = load_copies(op, self._shape, chunks, located.views())
         with located.reading(), self._copying(job) as allowed:
             if not allowed:
                 return 0, 0

@@ -92,7 +92,7 @@ def fetch(link: Link, op: LoadOp, shape: ChunkShape, chunks: range, copying: Cop
     objects = shape.objects_of(chunks)
     part = slice(objects.start, objects.stop)
     located = link.handler.adopt(op.epoch, op.entries[part], op.generations[part], op.lengths[part], op.keys[part])
-    copies = load_copies(op, shape, chunks, located.view)
+    copies = load_copies(op, shape, chunks, located.views())
     with located.reading(), copying() as allowed:
         if not allowed:
             return 0
@@ -116,7 +116,7 @@ def plan(link: Link, op: LoadOp, shape: ChunkShape, chunks: range) -> Planned:
     objects = shape.objects_of(chunks)
     part = slice(objects.start, objects.stop)
     located = link.handler.adopt(op.epoch, op.entries[part], op.generations[part], op.lengths[part], op.keys[part])
-    copies = load_copies(op, shape, chunks, located.view)
+    copies = load_copies(op, shape, chunks, located.views())
     load = prepare(link.transfer, op.blocks, copies)
     return Planned(located, load, len(copies), type(link.transfer).__name__)
 

@@ -90,19 +90,24 @@ def test_a_view_never_leaves_its_pool() -> None:
 
 
 @settings(deadline=None, max_examples=examples(60))
-@given(st.lists(st.integers(0, 200), max_size=6), st.integers(-1, 3 * GRANULE))
-def test_many_places_are_those_that_one_by_one_are_found(entries: list[int], length: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 200), st.integers(0, 2)), max_size=6), st.integers(-1, 3 * GRANULE), st.booleans()
+)
+def test_many_places_are_those_that_one_by_one_are_found(
+    wanted: list[tuple[int, int]], length: int, even: bool
+) -> None:
+    entries, lengths = [entry for entry, _ in wanted], [length + (0 if even else more) for _, more in wanted]
     regions, pools = two_pools()
     for pool in pools:
         buffer = regions.of(pool).buffer  # type: ignore[arg-type]
         buffer[:] = bytes(range(251)) * (len(buffer) // 251) + bytes(len(buffer) % 251)
     try:
-        expected = [bytes(regions.room(entry, length)) for entry in entries]
+        expected = [bytes(regions.room(*place)) for place in zip(entries, lengths, strict=True)]
     except ProtocolError:
         with pytest.raises(ProtocolError):
-            regions.rooms(entries, length)
+            regions.rooms(entries, lengths)
     else:
-        found = regions.rooms(entries, length)
+        found = regions.rooms(entries, lengths)
         assert [bytes(view) for view in found] == expected
         assert not any(view.readonly for view in found)
 
@@ -114,7 +119,7 @@ def test_after_close_nothing_is_handed_out() -> None:
     with pytest.raises(StaleEpoch):
         regions.view(0, 1)
     with pytest.raises(StaleEpoch):
-        regions.rooms([0, 1], 1)
+        regions.rooms([0, 1], [1, 1])
     with pytest.raises(StaleEpoch):
         regions.publish([0], [1])
     assert regions.verify([0], [1], [1]) == [False]

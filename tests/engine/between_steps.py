@@ -48,7 +48,7 @@ def hit(tiny: Tiny, prompts: list[list[int]]) -> dict[str, Any]:
 
                 chunks = len(op.keys) // shape.objects
                 buffers = [bytearray(link.stored.nbytes) for _ in op.keys]
-                copies = load_copies(op, shape, range(chunks), lambda index: memoryview(buffers[index]))
+                copies = load_copies(op, shape, range(chunks), [memoryview(buffer) for buffer in buffers])
                 link.transfer.store(op.blocks, copies)
                 located = link.handler.adopt(op.epoch, op.entries, op.generations, op.lengths, op.keys)
                 if op.last % shape.chunk_tokens == 0 and any(

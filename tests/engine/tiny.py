@@ -204,7 +204,8 @@ class Tiny:
                 if failed:
                     chunks = range(good // shape.objects, chunks_of(op, shape))
                     garbage = memoryview(bytearray(b"\x3f" * link.stored.nbytes))
-                    link.transfer.load(op.blocks, load_copies(op, shape, chunks, lambda index: garbage))
+                    many = [garbage] * len(shape.objects_of(chunks))
+                    link.transfer.load(op.blocks, load_copies(op, shape, chunks, many))
                 tell(op, good, failed, reason)
 
             return run

@@ -6,7 +6,7 @@ the bytes; so have slices. So a request makes as many slices, copies and launche
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,7 @@ from fake_device import FakeDriver, aligned, compiler, registered
 from paged_forms import Engine, Size
 from test_torch_copy import layers_of
 
+from maru_core.batches import ChunkCopies, Rooms
 from maru_core.brake import Brake
 from maru_core.contracts import LayeredLoad
 from maru_core.geometry import ChunkCopy
@@ -53,7 +54,7 @@ class Bench:
         pages = self.engine.memory.reshape(SIZE.L, 2, SIZE.NB, SIZE.BS, -1)[:, :, TABLE]
         return pages.reshape(SIZE.L, 2, CHUNKS, CHUNK, -1).transpose(2, 1, 0, 3, 4)
 
-    def objects(self, copies: list[ChunkCopy]) -> Any:
+    def objects(self, copies: Sequence[ChunkCopy]) -> Any:
         """The same, from objects of either format."""
         found = np.empty_like(self.wanted())
         for copy in copies:
@@ -64,37 +65,35 @@ class Bench:
                 found[copy.chunk, :, copy.layer] = array[:, 0]
         return found
 
-    def fill(self, copies: list[ChunkCopy], wanted: Any) -> None:
+    def fill(self, copies: Sequence[ChunkCopy], wanted: Any) -> None:
         """Objects, as :meth:`wanted` says."""
         for copy in copies:
             array = wanted[copy.chunk] if copy.layer is None else wanted[copy.chunk, :, copy.layer]
             copy.buffer[:] = array.tobytes()
 
-    def copies(self, *, layerwise: bool, scattered: bool) -> list[ChunkCopy]:
-        layers: list[int | None] = [*range(SIZE.L)] if layerwise else [None]
-        which = [(chunk, layer) for chunk in range(CHUNKS) for layer in layers]
+    def copies(self, *, layerwise: bool, scattered: bool) -> ChunkCopies:
+        objects = SIZE.L if layerwise else 1
         nbytes = self.engine.stored(CHUNK, layerwise=layerwise).nbytes
-        places = list(range(len(which)))
+        places = list(range(CHUNKS * objects))
         if scattered:
             places = np.random.default_rng(2).permutation(places).tolist()
-        buffers = [self.pool[place * nbytes : (place + 1) * nbytes] for place in places]
-        return [ChunkCopy(c, c * CHUNK, c * CHUNK + CHUNK, b, n) for (c, n), b in zip(which, buffers, strict=True)]
+        return ChunkCopies(range(len(places)), objects, CHUNK, Rooms(self.pool, places, 0, nbytes, nbytes))
 
 
-def store(transfer: KernelTransfer, copies: list[ChunkCopy]) -> None:
+def store(transfer: KernelTransfer, copies: Sequence[ChunkCopy]) -> None:
     transfer.store(TABLE, copies)
 
 
-def load(transfer: KernelTransfer, copies: list[ChunkCopy]) -> None:
+def load(transfer: KernelTransfer, copies: Sequence[ChunkCopy]) -> None:
     transfer.load(TABLE, copies)
 
 
-def prepared(transfer: KernelTransfer, copies: list[ChunkCopy]) -> None:
+def prepared(transfer: KernelTransfer, copies: Sequence[ChunkCopy]) -> None:
     with closing(transfer.prepare_load(TABLE, copies)) as found:
         assert found.run(Brake(), 1) == len(copies)
 
 
-def by_layer(transfer: KernelTransfer, copies: list[ChunkCopy]) -> None:
+def by_layer(transfer: KernelTransfer, copies: Sequence[ChunkCopy]) -> None:
     assert isinstance(transfer, LayerwiseTransfer)
     underway: LayeredLoad = transfer.begin_load(TABLE, copies)
     underway.finish()
@@ -105,7 +104,7 @@ def by_layer(transfer: KernelTransfer, copies: list[ChunkCopy]) -> None:
 class Way:
     """``copies`` by the copy engine, however many go in one call; ``events``: recorded, and waited for by streams."""
 
-    move: Callable[[KernelTransfer, list[ChunkCopy]], None]
+    move: Callable[[KernelTransfer, Sequence[ChunkCopy]], None]
     copies: int
     events: int
     layerwise: bool = False
@@ -152,6 +151,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> FakeDriver:
     return FakeDriver.build(tmp_path_factory.mktemp("calls"))
 
 
+@pytest.mark.parametrize("columns", [False, True], ids=["one by one", "columns"])
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -162,7 +162,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> FakeDriver:
     ],
 )
 def test_a_request_asks_the_driver_no_more_than_this(
-    driver, monkeypatch, name: str, kind: type[KernelTransfer]
+    driver, monkeypatch, name: str, kind: type[KernelTransfer], columns: bool
 ) -> None:
     way = WAYS[name]
     monkeypatch.setattr("maru_transfer.flow.LEAST_SLICE", (8 << 20) // SMALLER)
@@ -179,7 +179,7 @@ def test_a_request_asks_the_driver_no_more_than_this(
         for _ in range(2):
             driver.hooks.fake_reset(1)
             registered(driver, bench.pool)
-            way.move(transfer, copies)
+            way.move(transfer, copies if columns else list(copies))
             calls, counts = driver.calls(), driver.counts()
     driver.hooks.fake_drain()
     np.testing.assert_array_equal(bench.wanted(), wanted)

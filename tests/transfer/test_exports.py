@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_forms import Engine, Size
 
+from maru_core.batches import ChunkCopies, Rooms
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy
 from maru_transfer.cuda_library import LOAD, STORE
@@ -52,7 +53,7 @@ def test_they_are_what_numpy_says_of_each(calls: BufferCalls, memory: mmap.mmap,
         exports = Exports(calls, buffers)
         start = np.frombuffer(whole, np.uint8).ctypes.data
         assert exports.addresses.tolist() == [start + min(a, b) for a, b, _ in parts]
-        assert exports.readonly.tolist() == [fixed for _, _, fixed in parts]
+        assert exports.readonly == any(fixed for _, _, fixed in parts)
         exports.release()
         for part in buffers:
             part.release()
@@ -69,6 +70,31 @@ def test_memory_stays_until_they_are_released_and_no_longer(calls: BufferCalls, 
     exports.release()
     for part in (*parts, whole):
         part.release()
+
+
+@pytest.mark.parametrize("readonly", [False, True])
+def test_rooms_are_where_their_buffer_is_and_keep_it(calls: BufferCalls, memory: mmap.mmap, readonly: bool) -> None:
+    whole = memoryview(memory)
+    start = np.frombuffer(whole, np.uint8).ctypes.data
+    buffer = whole.toreadonly() if readonly else whole
+    exports = Exports(calls, Rooms(buffer, [4, 0, 63], 1024, 1024 - 16, 64))
+    assert exports.addresses.tolist() == [start + 1024 + entry * 1008 for entry in (4, 0, 63)]
+    assert exports.addresses.dtype == np.int64
+    assert exports.readonly == readonly
+    with pytest.raises(BufferError):
+        memory.close()
+    exports.release()
+    exports.release()
+    buffer.release()
+    whole.release()
+
+
+@pytest.mark.parametrize("entries", [[0, 63], [-2, 0]])
+def test_rooms_never_leave_their_buffer(calls: BufferCalls, memory: mmap.mmap, entries: list[int]) -> None:
+    with memoryview(memory) as whole:
+        Exports(calls, Rooms(whole, [0, 62], 1024, 1024, 1024)).release()
+        with pytest.raises(ValueError, match="leave their buffer"):
+            Exports(calls, Rooms(whole, entries, 1024, 1024, 1024))
 
 
 def test_those_that_nobody_keeps_are_released(calls: BufferCalls, memory: mmap.mmap) -> None:
@@ -107,13 +133,13 @@ def test_a_view_is_as_large_as_the_interpreters() -> None:
 SIZE = Size(L=2, NB=2050, BS=1, NH=1, HS=8)
 
 
-def many(driver: FakeDriver, count: int) -> tuple[Any, list[int], list[ChunkCopy], bytearray]:
+def many(driver: FakeDriver, count: int) -> tuple[Any, list[int], Sequence[ChunkCopy], bytearray]:
     engine = Engine.make("MLA", SIZE, 1)
     stored = engine.stored(1)
     raw = bytearray(stored.nbytes * count)
     registered(driver, memoryview(raw))
     view = memoryview(raw)
-    copies = [ChunkCopy(n, n, n + 1, view[n * stored.nbytes : (n + 1) * stored.nbytes]) for n in range(count)]
+    copies = ChunkCopies(range(count), 1, 1, Rooms(view, range(count), 0, stored.nbytes, stored.nbytes))
     import torch
 
     flat = torch.from_numpy(engine.memory.reshape(-1).view("u1"))
@@ -122,10 +148,12 @@ def many(driver: FakeDriver, count: int) -> tuple[Any, list[int], list[ChunkCopy
     return transfer, list(range(count)), copies, raw
 
 
-def test_thousands_of_objects_are_planned_without_the_garbage_collector(driver: FakeDriver) -> None:
+@pytest.mark.parametrize("columns", [False, True], ids=["one by one", "columns"])
+def test_thousands_of_objects_are_planned_without_the_garbage_collector(driver: FakeDriver, columns: bool) -> None:
     """It would look at everything that an engine has, again and again, if an object was made per copy."""
     driver.hooks.fake_reset(1)
     transfer, table, copies, _ = many(driver, 2048)
+    copies = copies if columns else list(copies)
     runs: list[str] = []
     gc.collect()
     gc.callbacks.append(lambda phase, info: runs.append(phase))
@@ -142,6 +170,7 @@ def test_thousands_of_objects_are_planned_without_the_garbage_collector(driver: 
 def test_a_refused_request_keeps_no_buffer(driver: FakeDriver) -> None:
     driver.hooks.fake_reset(1)
     transfer, table, copies, raw = many(driver, 3)
+    copies = list(copies)
     for wrong in ([*table, 99], [0, 0, 1], [-1, 1, 2]):
         with pytest.raises(TransferError):
             transfer.store(wrong[: len(copies) - 1] if len(wrong) > 3 else wrong, copies)

@@ -101,6 +101,9 @@ class FakeLocated:
             raise OSError("injected: the pool cannot be read")
         return memoryview(self.store.by_entry[self.entries[index]].data)
 
+    def views(self) -> list[memoryview]:
+        return [self.view(index) for index in range(len(self.entries))]
+
     def reading(self) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -27,7 +27,7 @@ def test_copies_are_the_tokens_of_the_load_object_by_object(
     op = LoadOp(1, "r", True, 1, chunk, first, last, (), (), (), (), ())
     chunks = range(chunks_of(op, shape))[slice(*sorted(cut))]
     buffers = [memoryview(bytes([number])) for number in range(len(chunks) * objects)]
-    copies = load_copies(op, shape, chunks, buffers.__getitem__)
+    copies = load_copies(op, shape, chunks, buffers)
     assert [copy.buffer for copy in copies] == buffers, "in order, each object once"
     expected = [
         (chunk + place, None if objects == 1 else layer, token)
