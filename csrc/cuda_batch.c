@@ -75,8 +75,8 @@ static inline int continues(const struct maru_batch *batch, const struct maru_ro
          run->source + before * run->source_pitch + run->bytes == more->source && host_of(batch, more) < run->end;
 }
 
-/* Whether `more` are further rows of a run; then they are added to it. Of rows that are too few to be folded the last may
- * be the first of `more` instead. */
+/* Whether `more` are further rows of a run; then they are added to it. Of rows that are too few to be folded the last
+ * may be the first of `more` instead. */
 static inline int extend(const struct maru_batch *batch, struct maru_rows *run, struct maru_rows *more) {
   uint64_t before = run->rows - 1;
   /* Below zero is above any pitch that the driver takes. */

@@ -4,8 +4,8 @@
 
 #include "maru.h"
 
-/* Copies of `bytes` bytes each at one distance on both sides, less than MARU_MOST_PITCH; one has none. Host memory of all
- * rows is of one registration, which ends at `end`. */
+/* Copies of `bytes` bytes each at one distance on both sides, less than MARU_MOST_PITCH; one has none. Host memory of
+ * all rows is of one registration, which ends at `end`. */
 struct maru_rows {
   uint64_t target, source, bytes, rows, target_pitch, source_pitch, end;
 };
