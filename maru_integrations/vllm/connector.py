@@ -54,6 +54,7 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._refused: str | None = None
         #: Set by the first step: until then vLLM only starts, and nobody waits for an answer.
         self._at_work = threading.Event()
+        self._asks_scheduler_for_stats = compat.asks_scheduler_for_stats()
         config, plugins = setup.read_config(vllm_config)
         plan = self._guard.run(
             "plan", lambda: "an internal error", setup.make_plan, vllm_config, kv_cache_config, config, plugins
@@ -253,7 +254,7 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._at_work.set()
         metadata = self._metadata()
         if metadata is not None and self._worker is not None:
-            self._guard.run("begin", lambda: None, self._worker.begin, metadata, not compat.runs_layer_hooks())
+            self._guard.run("begin", lambda: None, self._worker.begin, metadata, compat.runs_layer_hooks)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Do this step's loads, or hand them to the loader."""
@@ -291,7 +292,7 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Held requests that no store reads any more, and parked ones whose load has ended."""
         metadata = self._metadata()
-        if metadata is not None:
+        if metadata is not None and metadata.held:
             self._answers.hold(metadata.held)
         if self._worker is not None:
             self._guard.run("end", lambda: None, self._worker.end)
@@ -317,7 +318,7 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             return self._guard.run("stats", lambda: None, self._scheduler.take_stats)
         # Some versions ask the scheduler side only when a worker has said anything, even if it is nothing.
-        return None if compat.asks_scheduler_for_stats() else MaruStats()
+        return None if self._asks_scheduler_for_stats else MaruStats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MaruStats | None:

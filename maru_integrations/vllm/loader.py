@@ -159,6 +159,8 @@ class Loader:
 
     def poll(self) -> None:
         """Answer for what is past its deadline, or has nobody left to work on it."""
+        if self._queue.is_empty and self._late is None:
+            return  # only this thread adds loads, so there are none
         now = self._clock()
         with self._ready:
             ended = self._queue.look(now)

@@ -105,6 +105,8 @@ class Loads:
 
     def forget_departed(self) -> None:
         """Drop tables that no outstanding load can concern."""
+        if not self._departed:
+            return
         oldest = min(self._outstanding, default=self._ids + 1)
         self._departed = [item for item in self._departed if item[0] >= oldest]
 

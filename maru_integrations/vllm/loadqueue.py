@@ -102,6 +102,11 @@ class LoadQueue:
         """Loads that have not ended, in the order in which they came."""
         return tuple(self._jobs)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether every load has ended."""
+        return not self._jobs
+
     def add(self, op: LoadOp, fence: Any, cuts: tuple[int, ...], now: float) -> LoadJob:
         """Queue a load of at least one piece."""
         expires = now + op.deadline if op.deadline > 0 else math.inf

@@ -96,6 +96,8 @@ class StorePlanner:
 
     def plan(self, settings: SchedulerSettings, state: RequestState, end: int) -> StoreOp | None:
         """Chunks of the first ``end`` tokens, which will be computed when the step has run, that were not planned."""
+        if end // settings.chunk_tokens <= state.next_chunk:
+            return None  # as in nearly every step that decodes
         if not settings.stores or state.chain is None or state.tainted or not self._is_time(settings, state, end):
             return None
         chunk_tokens, block_size = settings.chunk_tokens, settings.block_size

@@ -100,6 +100,11 @@ class SaveQueue:
         return tuple(self._jobs)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether every store has ended, and no work on one goes on that was given up."""
+        return not self._jobs and not self._stuck
+
+    @property
     def waiting_bytes(self) -> int:
         """Bytes of all stores behind the first."""
         return sum(job.nbytes for job in self._jobs[1:])

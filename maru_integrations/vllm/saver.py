@@ -131,6 +131,8 @@ class Saver:
 
     def poll(self) -> None:
         """Answer for what is stuck, and for what has nobody left to work on it."""
+        if self._queue.is_empty:
+            return  # only this thread adds stores, so there are none
         now = self._clock()
         with self._ready:
             if self._thread is None:

@@ -26,6 +26,8 @@ from maru_integrations.vllm.worth import Worth
 
 #: Tokens of requests that are asked for before their turn: making their keys takes about two milliseconds.
 ASKED_AHEAD = 1 << 17
+#: What :meth:`MaruScheduler.take_stats` tells as it is now; see stats.GAUGES.
+_GAUGES = ("parked", "loading", "waiting", "storing", "server_away")
 
 
 class MaruScheduler:
@@ -52,7 +54,8 @@ class MaruScheduler:
         self._settings = settings
         self._log = logs.get_logger(__name__)
         self._stats = MaruStats()
-        self._gauges: dict[str, int] = {}
+        #: What was told last, in the order of _GAUGES.
+        self._gauges: tuple[int, ...] | None = None
         self._breaker = Breaker(clock)
         self._matcher = Matcher(
             handler,
@@ -211,7 +214,9 @@ class MaruScheduler:
         self._matcher.new_step(idle=not output.num_scheduled_tokens and not len(self._loads))
         for request_id in self._ahead.take_old(self._clock()):
             self._forget_question(request_id)
-        self._take_away(compat.preempted(output))
+        preempted = compat.preempted(output)
+        if preempted:
+            self._take_away(preempted)
         self._loads.step_planned()
         scheduled: list[tuple[RequestState, int, int]] = []
         for new in output.scheduled_new_reqs:
@@ -225,8 +230,9 @@ class MaruScheduler:
             if state is None:
                 continue
             fresh = cached.new_block_ids[index]
-            ids = compat.group_block_ids(fresh)[0] if fresh is not None else []
-            state.blocks = ids if compat.resumed(cached, index) else state.blocks + ids
+            if fresh is not None:
+                ids = compat.group_block_ids(fresh)[0]
+                state.blocks = ids if compat.resumed(cached, index) else state.blocks + ids
             scheduled.append((state, cached.num_computed_tokens[index], self._scheduled(output, request_id)))
         self._measure_step(scheduled)
         for state, computed, count in scheduled:
@@ -387,17 +393,17 @@ class MaruScheduler:
 
     def take_stats(self) -> MaruStats | None:
         """What has been counted since this was last asked, and what is as it was not then; ``None``: nothing."""
-        gauges = {
-            "parked": self._parking.admitted,
-            "loading": self._parking.loading,
-            "waiting": self._parking.waiting,
-            "storing": self._stores.outstanding,
-            "server_away": int(self._breaker.is_open or not self._handler.is_up),
-        }
-        changed = {name: value for name, value in gauges.items() if self._gauges.get(name) != value}
-        self._gauges = gauges
-        if not changed and self._stats.is_empty():
+        parking = self._parking
+        away = int(self._breaker.is_open or not self._handler.is_up)
+        values = (parking.admitted, parking.loading, parking.waiting, self._stores.outstanding, away)
+        if values == self._gauges and self._stats.is_empty():
             return None
+        before, self._gauges = self._gauges, values
+        changed = {
+            name: value
+            for number, (name, value) in enumerate(zip(_GAUGES, values, strict=True))
+            if before is None or before[number] != value
+        }
         stats = MaruStats({"counters": self._stats.data["counters"], "gauges": changed})
         self._stats.reset()
         return stats

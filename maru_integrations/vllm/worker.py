@@ -127,6 +127,8 @@ class MaruWorker:
 
     def preempt(self, metadata: MaruConnectorMetadata) -> None:
         """Before this returns, blocks that were taken away are neither read nor written to any more."""
+        if not metadata.preempted and not metadata.cancelled_loads:
+            return
         gone = [op for op in self._announced if op.request_id in metadata.preempted]
         self._announced = [op for op in self._announced if op.request_id not in metadata.preempted]
         self._not_stored(gone, PREEMPTED)
@@ -136,19 +138,20 @@ class MaruWorker:
             self._loader.cancel(metadata.cancelled_loads)
             self._loader.drain(metadata.preempted)
 
-    def begin(self, metadata: MaruConnectorMetadata, whole_graph: bool) -> None:
-        """A step begins; ``whole_graph``: no layer's hook will be called in it, or nobody knows."""
+    def begin(self, metadata: MaruConnectorMetadata, has_hooks: Callable[[], bool]) -> None:
+        """A step begins; ``has_hooks`` tells whether a hook will be called before each of its layers."""
         self._submit_announced()
         self._weights_epoch = metadata.weights_epoch
         self._announced = [op for op in metadata.stores if op.asynchronous]
         for op in self._announced:
             self._answers.store_queued(op)
-        if self._loader is None:
+        if self._loader is None or not self.waits_by_layer:
             return
         in_use = self._loader.in_use
         in_use.use(metadata.received)
         arriving = in_use.ops()
-        if self._hooks.begin_step(whole_graph, bool(arriving)):
+        needed = bool(arriving)
+        if self._hooks.begin_step(needed and not has_hooks(), needed):
             for layer in range(len(self._hooks.index)):
                 self._wait_layer(layer)
         else:
@@ -224,7 +227,7 @@ class MaruWorker:
 
     def settle(self) -> None:
         """The forward pass is queued: find out whether the loads that it may have read have failed."""
-        if self._loader is None:
+        if self._loader is None or not self.waits_by_layer:
             return
         arriving, self._read_early = self._read_early, []
         if self._hooks.end_step():

@@ -69,7 +69,7 @@ class World:
         """One step whose forward pass queues what ``forward`` does; what it reports as sent and received."""
         message = MaruConnectorMetadata(**metadata)
         self.worker.preempt(message)
-        self.worker.begin(message, whole_graph=False)
+        self.worker.begin(message, has_hooks=lambda: True)
         forward()
         self.worker.load(message.loads)
         self.worker.store(message)
@@ -225,7 +225,7 @@ def test_a_step_that_runs_one_graph_waits_for_all_layers_first() -> None:
         op = world.stored(NEW)
         world.received(loads=[op])
         message = MaruConnectorMetadata(received=["r1"])
-        world.worker.begin(message, whole_graph=True)
+        world.worker.begin(message, has_hooks=lambda: False)
         for layer in range(LAYERS):
             world.device.queue(lambda layer=layer: seen.append(world.device.pages[layer][1]))  # type: ignore[misc]
         world.ran()  # before the loader has seen to the rest

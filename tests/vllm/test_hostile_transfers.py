@@ -156,7 +156,7 @@ def test_what_a_step_could_not_wait_for_counts_as_failed_even_if_the_load_ends_w
     assert worker._loader is not None
     op = world.load(1, 1, 2, overlap=True)
     worker._loader.in_use.begin(op, Layers(error))
-    worker.begin(MaruConnectorMetadata(received=["r1"]), whole_graph=True)
+    worker.begin(MaruConnectorMetadata(received=["r1"]), has_hooks=lambda: False)
     worker._loader.in_use.end(1)
     store = world.save(7, 5)
     worker.store(MaruConnectorMetadata(stores=[store]))
