@@ -251,7 +251,8 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins."""
         super().bind_connector_metadata(connector_metadata)
-        self._at_work.set()
+        if not self._at_work.is_set():
+            self._at_work.set()
         metadata = self._metadata()
         if metadata is not None and self._worker is not None:
             self._guard.run("begin", lambda: None, self._worker.begin, metadata, compat.runs_layer_hooks)
