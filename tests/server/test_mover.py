@@ -13,6 +13,7 @@ from maru_core.server import mover as module
 from maru_core.server.mover import SLICE, Mover
 from maru_core.server.moves import Move
 from tests.server.raw import key
+from tests.waiting import NEVER
 
 
 @define
@@ -58,7 +59,7 @@ def a_move(source: int, target: int, length: int) -> Move:
 
 
 def wait_for(mover: Mover) -> tuple[Move, bool]:
-    end = time.monotonic() + 10
+    end = time.monotonic() + NEVER
     while (over := mover.finished()) is None:
         assert time.monotonic() < end
         time.sleep(0.001)

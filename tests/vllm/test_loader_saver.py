@@ -43,7 +43,7 @@ from maru_integrations.vllm.streams import HostLane
 from maru_integrations.vllm.worker import MaruWorker, Patience
 from tests.vllm.fake_store import FakeHandler, FakeStore
 from tests.vllm.slow_transfer import Pace, SlowTransfer
-from tests.waiting import eventually
+from tests.waiting import NEVER, eventually
 
 TOKENS, LAYERS, HIDDEN, BLOCKS = 4, 2, 2, 40
 PAGED = PagedLayout(
@@ -160,7 +160,7 @@ class World:
             self.heard = MaruWorkerMetadata(self.heard.loads + answer.loads, stored=self.heard.stored + answer.stored)
 
     def until(self, loads: int = 0, stores: int = 0, poll: Callable[[], None] = lambda: None) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + NEVER
         while len(self.heard.loads) < loads or len(self.heard.stored) < stores:
             poll()
             self.take()
@@ -382,7 +382,7 @@ class Planning(Plain):
         return SimpleNamespace(run=run, close=lambda: self.events.append(("closed", first)))
 
     def until(self, *event: Any) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + NEVER
         while event not in self.events:
             assert time.monotonic() < deadline, self.events
             time.sleep(0.001)

@@ -29,6 +29,7 @@ from tests.vllm.mini_engine import Engine, check_store, reference
 from tests.vllm.slow_transfer import BrakedTransfer, Pace, SlowTransfer, sleeping
 from tests.vllm.test_connector import keys_of, prompt, settled, warm
 from tests.vllm.test_loader_saver import PAGED, SHAPE, STORED, World, _With, closing, key
+from tests.waiting import eventually
 
 EngineOn = Callable[..., Engine]
 
@@ -129,10 +130,7 @@ def test_a_store_that_hangs_gives_its_blocks_back_and_keeps_only_itself(world: W
         assert world.heard.stored[2:] == [StoreResult(3, 0, LATE)]
 
         hang.let_go()
-        deadline = time.monotonic() + 10
-        while not [entry for entry in logs if entry["event"] == "maru.store_returned"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        eventually(lambda: [entry for entry in logs if entry["event"] == "maru.store_returned"])
         committed = [number for number in range(1, 6) if world.is_stored(number)]
         assert committed == ([1, 2] if stage == "commit" else [])
         assert len(world.store.objects) == len(committed), "the room of the others is given back"
