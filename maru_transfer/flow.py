@@ -41,8 +41,17 @@ class Shares:
 
     def take(self, index: Array | slice) -> Shares:
         """Some of them."""
-        part = {name: getattr(self, name)[index] for name in ("host", "token", "tokens", "row", "way", "layer")}
-        return evolve(self, **part)
+        return Shares(
+            self.host[index],
+            self.token[index],
+            self.tokens[index],
+            self.row[index],
+            self.way[index],
+            self.layer[index],
+            self.rows,
+            self.step,
+            self.pitch,
+        )
 
 
 @frozen
@@ -62,18 +71,20 @@ class Cutter:
         slices = 0
         layers = []
         for first, last in itertools.pairwise(edges):
-            run = shares.take(slice(first, last))
+            run = shares if len(edges) == 2 else shares.take(slice(first, last))
             part, owner = self._fill(run)
             part["slice"] += slices
             slices = int(part["slice"][-1]) + 1
             parts.append(part)
             layers.append(run.layer[owner])
-        made = np.concatenate(parts)
+        made = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if self.layers:
-            first_of_slice = np.flatnonzero(np.diff(made["slice"], prepend=-1))
+            number = made["slice"].astype(np.int64)
             # A layer is complete when a later one begins.
-            complete = np.append(np.concatenate(layers)[first_of_slice[1:]], self.layers)
-            made["layers"] = complete[made["slice"]]
+            complete = np.empty(slices, np.int64)
+            complete[:-1] = np.concatenate(layers)[_fresh(number).nonzero()[0][1:]]
+            complete[-1] = self.layers
+            made["layers"] = complete[number]
         return made
 
     def _split(self, shares: Shares) -> Shares:
@@ -103,23 +114,25 @@ class Cutter:
             first = int(np.count_nonzero(~later))
             if first < len(later):
                 position = position + later * (-int(position[first]) % unit)
-        number = position // unit
-        fresh = np.diff(number, prepend=-1) != 0
-        starts = np.flatnonzero(fresh | (np.diff(owner, prepend=-1) != 0))
+        fresh = _fresh(position // unit)
+        starts = (fresh | _fresh(owner)).nonzero()[0]
         owner_of, row = owner[starts], starts % shares.rows
         made = np.zeros(len(starts), SEGMENT)
-        made["rows"] = np.diff(starts, append=len(owner))
+        rows = np.empty(len(starts), np.int64)
+        np.subtract(starts[1:], starts[:-1], out=rows[:-1])
+        rows[-1] = len(owner) - starts[-1]
+        made["rows"] = rows
         made["host"] = shares.host[owner_of] + row * shares.pitch
         made["pitch"] = shares.pitch
         made["row"] = shares.row[owner_of] + row * shares.step
         made["step"] = shares.step
         made["token"], made["tokens"] = shares.token[owner_of], shares.tokens[owner_of]
         made["way"] = shares.way[owner_of]
-        made["slice"] = np.cumsum(fresh[starts]) - 1
-        sizes = -(-made["rows"].astype(np.int64) * width[owner_of] // ALIGNMENT) * ALIGNMENT
-        ends = np.cumsum(sizes)
-        begins = ends - sizes
-        made["offset"] = begins - begins[np.flatnonzero(fresh[starts])][made["slice"]]
+        opens = fresh[starts]
+        made["slice"] = number = opens.cumsum() - 1
+        sizes = -(-rows * width[owner_of] // ALIGNMENT) * ALIGNMENT
+        begins = sizes.cumsum() - sizes
+        made["offset"] = begins - begins[opens][number]
         return made, owner_of
 
     def _places(self, shares: Shares) -> Array:
@@ -155,3 +168,10 @@ class Cutter:
         by_blocks = -(-unit * places // (spare * shares.rows)) if spare > 0 else np.full(len(width), unit)
         cost = np.repeat(np.maximum(np.maximum(width, least), by_blocks), shares.rows)
         return np.cumsum(cost) - cost, unit
+
+
+def _fresh(values: Array) -> Array:
+    """Of each value whether it is the first, or another one than that before it."""
+    fresh = np.ones(len(values), bool)
+    np.not_equal(values[1:], values[:-1], out=fresh[1:])
+    return fresh

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
 from maru_core.batches import ChunkCopies, Rooms
 from maru_core.errors import TransferError
@@ -169,10 +169,9 @@ class Slicer:
         none = np.zeros(len(ranges), np.int64)
         if not by_layer:
             return Shares(host, first, tokens, none, ways, none, planes * count, 1, row_bytes)
-        again = np.tile(np.arange(len(ranges)), count)
-        layer = np.repeat(np.arange(count), len(ranges))
-        shares = Shares(host, first, tokens, none, ways, none, planes, count, count * row_bytes).take(again)
-        return evolve(shares, host=shares.host + layer * row_bytes, row=layer, layer=layer)
+        layer = np.arange(count).repeat(len(ranges))
+        host, first, tokens, ways = np.tile(np.stack([host, first, tokens, ways]), count)
+        return Shares(host + layer * row_bytes, first, tokens, layer, ways, layer, planes, count, count * row_bytes)
 
     @property
     def _objects(self) -> int:
