@@ -218,7 +218,7 @@ class LoadQueue:
     def overdue(self, now: float) -> LoadJob | None:
         """The load that is being worked on although nobody wants more of it. It has ended unless it is being copied."""
         job = self._working
-        return job if job is not None and (job.phase is Phase.ENDED or self._over(job, now)) else None
+        return job if job is not None and self._over(job, now) else None
 
     def end_waiting(self, why: str) -> list[Ended]:
         """End everything but what is being copied: its turn will not come in time."""

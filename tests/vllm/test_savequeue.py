@@ -153,9 +153,11 @@ class Stores(RuleBasedStateMachine):
         """The work under way is over, however late."""
         job = self.current
         assert job is not None
-        stuck, self.stuck, self.told = self.stuck, False, None
+        stuck, late, self.stuck, self.told = self.stuck, self.told is not None, False, None
         ended = self.queue.moved(job, kept, reason)
         assert not stuck or not ended, "it was answered long ago"
+        if ended and reason == PREEMPTED:
+            assert ended[0].reason == (LATE if late else PREEMPTED)
         self.heard(ended)
         self.current = None
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +28,7 @@ from maru_integrations.vllm.saver import Saver, SaverSettings
 from maru_integrations.vllm.streams import HostLane
 from maru_integrations.vllm.worker import MaruWorker, Threads
 from tests.vllm.fake_store import FakeStore
+from tests.vllm.lives import check_answers, evict, live, make_texts
 from tests.vllm.mini_engine import Engine, check_store, reference
 from tests.vllm.slow_transfer import BrakedTransfer, Pace, SlowTransfer, sleeping
 from tests.vllm.test_connector import keys_of, prompt, settled, warm
@@ -331,6 +335,52 @@ def test_blocks_that_a_hung_load_may_write_to_are_nobody_elses(
     for name, text in {**others, "new": prompt(350, 9)}.items():
         assert engine.answers[name] == reference(text, 3)
     settled(engine, 31)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("seed", range(2))
+def test_lives_in_which_copies_hang(
+    engine_on: EngineOn, monkeypatch: pytest.MonkeyPatch, seed: int, layerwise: bool, ahead: bool
+) -> None:
+    """For a few steps at a time, at any layer of any copy, while blocks are short: right answers, and right bytes."""
+    monkeypatch.setattr("maru_integrations.vllm.loader._GRACE", 0.01)
+    rng, moods, store = random.Random(seed), random.Random(f"{seed} {layerwise}"), FakeStore()
+    pace = Pace(pause=sleeping(lambda: moods.choice([0.05, 0.15]) if moods.random() < 0.15 else 0))
+    texts = make_texts(rng)
+    with capture_logs() as logs:
+        for _ in range(2):
+            engine = engine_on(
+                store,
+                extra={
+                    "maru_async_load": True,
+                    "maru_async_store": True,
+                    "maru_use_layerwise": layerwise,
+                    "maru_load_timeout": 0.1,
+                },
+                threads=Threads(HostLane, LoaderSettings(), SaverSettings(1 << 30, timeout=0.01, drain_seconds=0.01)),
+                transfer=lambda caches, paged, stored: SlowTransfer(caches, paged, stored, pace),
+                num_blocks=24,
+                budget=64,
+                max_seqs=4,
+                ahead=ahead,
+            )
+            free = engine.free_blocks()
+            # Now and then everything that is stored goes, so that there is something to store.
+            prompts = live(
+                engine, rng, texts, 150, lambda dice, engine=engine: evict(engine, rng) if dice < 0.5 else None
+            )
+            engine.run(3000, seconds=5.0)
+            saver = engine.worker._worker._saver
+            steps_until(engine, lambda saver=saver: saver._queue.stuck is None)
+            whole = check_answers(engine, prompts)
+            settled(engine, free)
+            assert all(found.ready for found in store.objects.values()), "nothing stays reserved"
+            check_store(store, whole, partial(keys_of, engine))
+    told = Counter(entry["event"] for entry in logs)
+    assert told["maru.store_stuck"]
+    assert told["maru.store_stuck"] == told["maru.store_returned"]
 
 
 @pytest.mark.slow
