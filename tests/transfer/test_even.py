@@ -61,7 +61,8 @@ def test_a_template_gives_what_is_cut(data: st.DataObject, layerwise: bool, slot
             entries = data.draw(st.lists(st.integers(0, 99), min_size=len(numbers), max_size=len(numbers)))
             rooms = Rooms(BUFFER, entries, 0, stored.nbytes, stored.nbytes)
             low, high = chunks.start * stored.chunk_tokens, chunks.stop * stored.chunk_tokens
-            first, last = data.draw(st.integers(low - 2, low + 1)), data.draw(st.integers(high - 1, high + 2))
+            first = data.draw(st.integers(low - 2, low + 1))
+            last = data.draw(st.integers(max(first, high - 1), high + 2))
             copies = ChunkCopies(numbers, objects, stored.chunk_tokens, rooms, first, last)
             addresses = [4096 + entry * stored.nbytes for entry in entries]
             edges = data.draw(st.lists(st.integers(4000, 4096 + 100 * stored.nbytes), unique=True, max_size=3))
