@@ -198,6 +198,14 @@ class Stores(RuleBasedStateMachine):
         self.kept[job.op.store_id] += kept
         self.returned(kept, reason)
 
+    @precondition(lambda self: self.is_copying and not self.stuck)
+    @rule(cut=st.integers(0, 1))
+    def stop_in_time(self, cut: int) -> None:
+        """A late copy that ends when it is told to."""
+        if self.told is None:
+            self.look(31.0)
+        self.end("", cut)
+
     @rule(requests=st.sets(st.sampled_from("abc")), patient=st.booleans())
     def preempt(self, requests: set[str], patient: bool) -> None:
         self.lost |= {store.store_id for store in self.ops if store.request_id in requests}
