@@ -128,7 +128,7 @@ def test_a_store_that_hangs_gives_its_blocks_back_and_keeps_only_itself(world: W
         start = time.monotonic()
         saver.submit([world.save(3, 5, request="c")], 0)
         saver.preempt(["a", "b", "c"])
-        assert time.monotonic() - start < 0.5, "nobody waits for it"
+        assert time.monotonic() - start < 0.9, "nobody waits for it"
         pass_time(world, 100.0, saver)
         world.take()
         assert world.heard.stored[2:] == [StoreResult(3, 0, LATE)]
@@ -154,7 +154,7 @@ def test_a_store_that_is_late_and_stops_keeps_what_it_has(world: World) -> None:
     """It is slow, not stuck: nothing is said, the rest is not stored, and the next one goes on."""
     world.pace.pause = sleeping(lambda: 0.02)
     world.link.storing = BrakedTransfer(world.caches, PAGED, STORED, world.pace)
-    saver = world.saver(timeout=0.1)
+    saver = world.saver(timeout=0.5)
     with closing(world, saver), capture_logs() as logs:
         saver.submit([world.save(1, *range(1, 31)), world.save(2, 31)], 0)
         world.until(stores=2, poll=saver.poll)
@@ -257,36 +257,52 @@ def test_a_load_that_hangs_keeps_only_blocks_that_it_may_write_to(world: World, 
     assert [entry["event"] for entry in logs].count("maru.load_stuck") == 1
 
 
-def steps_until(engine: Engine, what: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
+class Clock:
+    """That of the threads, which goes faster while an engine waits for something that hangs."""
+
+    ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+def steps_until(engine: Engine, what: Callable[[], bool], clock: Clock | None = None) -> None:
+    """With a ``clock``, each step takes a second."""
+    deadline = time.monotonic() + 20
     while not what():
         engine.step()
+        if clock is not None:
+            clock.ahead += 1.0
         assert time.monotonic() < deadline, engine.scheduler.get_request_counts()
 
 
-def engine_that_hangs(engine_on: EngineOn, store: FakeStore, hang: Hang, **options: Any) -> Engine:
-    """Its copies hang while ``hang`` is on; a store that takes longer than 0.1 s is told to stop, and has 0.1 s."""
-    pace = Pace(pause=hang)
-    return engine_on(
+def engine_that_hangs(engine_on: EngineOn, store: FakeStore, hang: Hang, **options: Any) -> tuple[Engine, Clock]:
+    """Its copies hang while ``hang`` is on."""
+    pace, clock = Pace(pause=hang), Clock()
+    engine = engine_on(
         store,
-        extra={"maru_async_load": True, "maru_async_store": True, "maru_load_timeout": 0.1},
-        threads=Threads(HostLane, LoaderSettings(), SaverSettings(1 << 30, timeout=0.1, drain_seconds=0.1)),
+        extra={"maru_async_load": True, "maru_async_store": True},
+        threads=Threads(HostLane, LoaderSettings(), SaverSettings(1 << 30)),
         transfer=lambda caches, paged, stored: SlowTransfer(caches, paged, stored, pace),
         budget=256,
         **options,
     )
+    worker: Any = engine.worker._worker
+    worker._loader._clock = worker._saver._clock = clock
+    return engine, clock
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_an_engine_whose_stores_hang_goes_on_serving(engine_on: EngineOn, hang: Hang, ahead: bool) -> None:
     """R028: each prompt takes most of the blocks, so nobody is served before those of the one before are free."""
     store = FakeStore()
-    engine = engine_that_hangs(engine_on, store, hang, num_blocks=16, ahead=ahead)
+    engine, clock = engine_that_hangs(engine_on, store, hang, num_blocks=16, ahead=ahead)
     prompts = [prompt(150, number) for number in range(4)]
     for number, tokens in enumerate(prompts):
         engine.add(f"r{number}", tokens)
-        steps_until(engine, lambda number=number: len(engine.answers[f"r{number}"]) == 3)  # type: ignore[misc]
+        steps_until(engine, lambda number=number: len(engine.answers[f"r{number}"]) == 3, clock)  # type: ignore[misc]
         assert hang.on
+    steps_until(engine, lambda: not engine.scheduler.requests, clock)
     engine.run()
     assert engine.free_blocks() == 15
     assert not any(found.ready for found in store.objects.values())
@@ -304,29 +320,26 @@ def test_an_engine_whose_stores_hang_goes_on_serving(engine_on: EngineOn, hang: 
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_blocks_that_a_hung_load_may_write_to_are_nobody_elses(
-    engine_on: EngineOn, hang: Hang, monkeypatch: pytest.MonkeyPatch, aborted: bool
-) -> None:
+def test_blocks_that_a_hung_load_may_write_to_are_nobody_elses(engine_on: EngineOn, hang: Hang, aborted: bool) -> None:
     """Past its deadline, aborted or not: what it writes in the end is in no request's way."""
-    monkeypatch.setattr("maru_integrations.vllm.loader._GRACE", 0.1)
     store, tokens = FakeStore(), prompt(100)
     warm(engine_on, store, tokens, prompt(150, 2))
-    engine = engine_that_hangs(engine_on, store, hang, num_blocks=32)
+    engine, clock = engine_that_hangs(engine_on, store, hang, num_blocks=32)
     engine.add("hit", tokens)
     steps_until(engine, hang.reached.is_set)
     others = {f"r{number}": prompt(150, number) for number in (2, 3, 4)}
     for name, text in others.items():
         engine.add(name, text)
-    steps_until(engine, lambda: all(len(engine.answers[name]) == 3 for name in others))
+    steps_until(engine, lambda: all(len(engine.answers[name]) == 3 for name in others), clock)
     if aborted:
         engine.abort("hit")
-    for _ in range(20):
-        engine.step()
+    end = clock.ahead + 60
+    steps_until(engine, lambda: clock.ahead > end, clock)
     assert engine.free_blocks() == 31 - 6, "the six that are loaded"
     assert not engine.answers["hit"]
     engine.scheduler.reset_prefix_cache()
     engine.add("new", prompt(350, 9))
-    steps_until(engine, lambda: len(engine.answers["new"]) == 3)
+    steps_until(engine, lambda: len(engine.answers["new"]) == 3, clock)
     assert hang.on
     hang.let_go()
     engine.run()
@@ -410,7 +423,7 @@ def test_a_server_that_hangs_is_waited_for_no_longer_than_one_request_may_take(
         start = time.monotonic()
         saver.submit([world.save(1, 1)], 0)
         world.until(stores=1, poll=saver.poll)
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 5
         assert world.heard.stored == [StoreResult(1, 0, UNAVAILABLE)]
         os.kill(server.pid, signal.SIGCONT)
         deadline = time.monotonic() + 10
