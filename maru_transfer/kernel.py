@@ -44,7 +44,7 @@ class Tuning:
     ``grid``: thread blocks of one launch. ``direct_bytes`` and ``mapped_bytes``: see maru_transfer.slices.Limits.
     ``one_by_one``: no batches of copies. ``fold``: so many copies at one distance, or more, are one copy of two
     dimensions; 0: never. ``scattered``: a slice that would be so many copies, or more, is moved by a kernel that
-    reaches host memory itself, of ``scattered_grid`` thread blocks; 0: none is.
+    reaches host memory itself, of ``scattered_grid`` thread blocks; 0: none is, since that slows what else computes.
     """
 
     slot_bytes: int = 32 << 20
@@ -56,7 +56,7 @@ class Tuning:
     mapped_bytes: int = 4 << 20
     one_by_one: bool = False
     fold: int = 3
-    scattered: int = 8
+    scattered: int = 0
     scattered_grid: int = 8
 
 
