@@ -15,6 +15,7 @@ from maru_core import logs
 from maru_core.brake import Brake
 from maru_core.contracts import LayeredLoad, LoadsByLayer
 from maru_core.errors import BackendError, TransferError, Unavailable
+from maru_core.foreign import show
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape, chunks_of, failed_blocks, load_copies, problem_of
 from maru_integrations.vllm.loadqueue import Ended, LoadJob, LoadQueue, cut
@@ -284,7 +285,12 @@ class Loader:
             planned = ahead.planned.result()
         except BaseException:  # noqa: BLE001 - nothing is held; if the load is still wanted, it is planned again
             return
-        planned.load.close()
+        try:
+            planned.load.close()
+        except BaseException as error:  # noqa: BLE001 - a plugin's; the loads that are still wanted go on
+            self._log.warning(
+                "maru.load_not_closed", engine=planned.engine, request=ahead.job.op.request_id, error=show(error)
+            )
 
     def _plan_ahead(self, job: LoadJob, link: Link, beside: ThreadPoolExecutor) -> None:
         """Have the next load planned while this one is copied, so that its copy begins where this one ends."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from attrs import define, frozen
 
@@ -136,11 +138,22 @@ def carry_out(
             return 0, 0
         checking = share(beside, located.check)
         begun()
-        moved = planned.load.run(brake, least)
-        if not 0 <= moved <= planned.count:
-            raise TransferError(f"{planned.engine} says that it moved {moved} of {planned.count} copies")
+        moved = said_to_move(planned.engine, planned.load.run(brake, least), planned.count)
     good = min(leading(checking.result()), leading(located.verify()))
     return moved, min(moved, good)
+
+
+def said_to_move(engine: str, said: Any, count: int) -> int:
+    """What a prepared copy of ``count`` copies answered, as a number: it is a plugin's. Raises TransferError."""
+    try:
+        moved = operator.index(said)
+    except TypeError:
+        raise TransferError(
+            f"{engine} answers with {type(said).__name__}; run() must return how many of the {count} copies it moved"
+        ) from None
+    if not 0 <= moved <= count:
+        raise TransferError(f"{engine} says that it moved {moved} of {count} copies")
+    return moved
 
 
 def leading(fine: Sequence[bool]) -> int:

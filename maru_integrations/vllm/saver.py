@@ -21,7 +21,7 @@ from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape, part_of
 from maru_integrations.vllm.loadqueue import cut
 from maru_integrations.vllm.metadata import ERROR, QUEUE_FULL, UNAVAILABLE, StoreOp
-from maru_integrations.vllm.moving import Link, write
+from maru_integrations.vllm.moving import Link, said_to_move, write
 from maru_integrations.vllm.savequeue import Saved, SaveQueue, StoreJob
 from maru_integrations.vllm.streams import Lane, on_lane
 from maru_transfer.prepared import prepare_store
@@ -229,10 +229,10 @@ class Saver:
             with on_lane(self._lane, job.fence, begin, end) as allowed:
                 if not allowed:
                     return 0
-                moved = store.run(self._brake, self._part)
-        if not 0 <= moved <= len(copies) or (moved < len(copies) and not job.cancelled):
+                moved = said_to_move(self._engine, store.run(self._brake, self._part), len(copies))
+        if moved < len(copies) and not job.cancelled:
             made = f"{moved} of {len(copies)} copies"
-            raise TransferError(f"{type(transfer).__name__} says that it made {made}, and was not told to stop")
+            raise TransferError(f"{self._engine} says that it moved {made}, and was not told to stop")
         if job.is_last_piece:
             self._answers.store_read(job.op)
         return 0 if job.void else moved

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from attrs import evolve
 from structlog.testing import capture_logs
@@ -18,17 +20,26 @@ pytest.importorskip("vllm")
 from maru_core.errors import TransferError
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.loader import LoaderSettings
-from maru_integrations.vllm.metadata import ERROR, UNAVAILABLE, LoadResult, MaruConnectorMetadata, StoreResult
+from maru_integrations.vllm.metadata import (
+    CANCELLED,
+    ERROR,
+    UNAVAILABLE,
+    LoadResult,
+    MaruConnectorMetadata,
+    StoreResult,
+)
 from maru_integrations.vllm.moving import Link
 from maru_integrations.vllm.overlap import LoadsInUse
 from maru_integrations.vllm.streams import HostLane
 from maru_integrations.vllm.worker import MaruWorker, Threads
+from maru_transfer.prepared import InParts
 from tests.vllm.fake_store import FakeStore
 from tests.vllm.lives import check_answers, live, make_texts
 from tests.vllm.mini_engine import Engine, check_store
 from tests.vllm.slow_transfer import Pace, SlowLoad, SlowTransfer
 from tests.vllm.test_connector import keys_of, settled
 from tests.vllm.test_loader_saver import LAYERS, PAGED, SHAPE, STORED, World, closing
+from tests.waiting import NEVER
 
 
 @pytest.fixture
@@ -177,11 +188,18 @@ class Lying(SlowTransfer):
     def run(self, brake: Any, least: int) -> Any:
         return self.answer
 
+    def prepare_store(self, block_ids: Sequence[int], copies: Sequence[Any]) -> Lying:
+        return self
+
     def close(self) -> None:
-        """Called for a load, too."""
+        """Called for what it prepared, too."""
 
 
-@pytest.mark.parametrize("answer", [0, -1, 3, 10**9, None, "all"])
+#: What cannot be the number of two copies; some of it can be compared with one.
+NO_NUMBERS = [2.0, 1.5, float("nan"), None, "all", [2], np.array([2]), (2,)]
+
+
+@pytest.mark.parametrize("answer", [0, -1, 3, 10**9, *NO_NUMBERS], ids=repr)
 def test_a_load_that_is_not_done_and_was_not_asked_to_stop_has_failed(world: World, answer: Any) -> None:
     """Without a deadline it would be asked for the rest for ever."""
     transfer = Lying(world.caches, PAGED, STORED, world.pace)
@@ -193,6 +211,70 @@ def test_a_load_that_is_not_done_and_was_not_asked_to_stop_has_failed(world: Wor
         world.until(loads=1)
     assert world.heard.loads == [LoadResult(1, 0)]
     assert world.failed == {1, 2}
+
+
+@pytest.mark.parametrize("answer", [0, -1, 3, *NO_NUMBERS], ids=repr)
+def test_a_store_whose_answer_is_not_understood_keeps_nothing(world: World, answer: Any) -> None:
+    transfer = Lying(world.caches, PAGED, STORED, world.pace)
+    transfer.answer = answer
+    world.link.storing = transfer
+    saver = world.saver()
+    with closing(world, saver), capture_logs() as logs:
+        saver.submit([world.save(1, 1, 2)], 0)
+        world.until(stores=1)
+    assert world.heard.stored == [StoreResult(1, 0, ERROR)]
+    assert not world.store.objects
+    assert "Lying" in logs[0]["error"], "who answered"
+
+
+def test_what_is_told_of_a_load_is_a_plain_number(world: World) -> None:
+    """Other kinds of integers count, too, but what vLLM sends to another process must be something that it can send."""
+    transfer = Lying(world.caches, PAGED, STORED, world.pace)
+    transfer.answer = np.uint8(2)
+    world.link.transfer = transfer
+    loader = world.loader()
+    with closing(world, loader):
+        loader.submit([world.load(1, 1, 2)])
+        world.until(loads=1)
+    assert world.heard.loads == [LoadResult(1, 2)]
+    assert type(world.heard.loads[0].good) is int
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_plan_that_cannot_be_closed_fails_nobody_elses_load(world: World, error: BaseException) -> None:
+    """That of a load that was cancelled while the one before it was copied."""
+
+    class Unwanted:
+        run = Mock()
+        close = Mock(side_effect=error)
+
+    class Planning(SlowTransfer):
+        """Plans only the second load, which begins with block 2."""
+
+        def prepare_load(self, block_ids: Sequence[int], copies: Sequence[Any]) -> Any:
+            if block_ids[0] == 2:
+                planned.set()
+                return Unwanted()
+            return InParts(self.load, block_ids, copies)
+
+    planned, go_on = threading.Event(), threading.Event()
+    world.pace.pause = lambda: [None, go_on.wait(NEVER)][0]
+    world.link.transfer = Planning(world.caches, PAGED, STORED, world.pace)
+    loader = world.loader()
+    with closing(world, loader), capture_logs() as logs:
+        loader.submit([world.load(number, number) for number in (1, 2, 3)])
+        assert planned.wait(NEVER)
+        loader.cancel([2])
+        go_on.set()
+        world.until(loads=3, poll=loader.poll)
+    assert {result.load_id: (result.good, result.reason) for result in world.heard.loads} == {
+        1: (1, ""),
+        2: (0, CANCELLED),
+        3: (1, ""),
+    }
+    assert world.holds(3)
+    assert not Unwanted.run.called
+    assert [(entry["event"], entry["request"]) for entry in logs] == [("maru.load_not_closed", "r2")]
 
 
 def test_objects_are_checked_without_a_thread_for_it_when_there_is_none(
