@@ -236,9 +236,12 @@ class _Prepared:
         self._job = job
         self._count = count
         self._run = run
+        self._closed = False
 
     def run(self, brake: Brake, least: int) -> int:
         """All in one native call."""
+        if self._closed:  # the memory of its buffers may be gone
+            raise TransferError("this load or store is closed; run it before that, or prepare it again")
         job, owners = self._job, self._owners()
         behind = (owners >= least).nonzero()[0]
         moved = self._run(job, brake, int(behind[0]) if len(behind) else len(owners))
@@ -247,6 +250,7 @@ class _Prepared:
 
     def close(self) -> None:
         """Idempotent."""
+        self._closed = True
         self._held.release()
 
     def _owners(self) -> Array:

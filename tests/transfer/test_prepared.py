@@ -149,6 +149,25 @@ def test_a_load_that_is_stopped_before_it_runs_writes_nothing_and_lets_go(driver
 
 
 @needs_compiler
+@pytest.mark.parametrize("plan", [prepare, prepare_store])
+def test_what_is_closed_does_not_run(driver, plan):
+    """Whoever owns the memory may have let go of it."""
+    engine, transfer = opened(driver)
+    table, copies = request(engine)
+    before = engine.memory.copy()
+    planned, other = plan(transfer, table, copies), plan(transfer, table, copies)
+    planned.close()
+    with pytest.raises(TransferError, match="prepare it again"):
+        planned.run(Brake(), 1)
+    transfer.close()
+    np.testing.assert_array_equal(engine.memory, before)
+    assert {bytes(copy.buffer) for copy in copies} == {b"\xab" * engine.stored(8).nbytes}
+    with pytest.raises(TransferError, match="this transfer is closed"):
+        other.run(Brake(), 1)
+    other.close()
+
+
+@needs_compiler
 def test_a_load_under_way_is_stopped_by_another_thread(driver):
     """The native code itself looks, not only the call."""
     count = 2000
