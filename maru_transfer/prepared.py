@@ -34,7 +34,7 @@ class InParts:
     ) -> None:
         """``move``: the transfer's ``load`` or ``store``."""
         self._move = move
-        self._block_ids = block_ids
+        self._block_ids = tuple(block_ids)  # the next part's, whatever a plugin does with what it is given
         self._copies = copies
 
     def run(self, brake: Brake, least: int) -> int:
@@ -44,9 +44,9 @@ class InParts:
             pull = brake.pull
             if pull is Pull.STOP or (pull is Pull.YIELD and done >= least):
                 break
-            part = self._copies[done : done + max(1, least)]
-            self._move(self._block_ids, part)
-            done += len(part)
+            end = min(done + max(1, least), len(self._copies))
+            self._move(self._block_ids, self._copies[done:end])
+            done = end
         return done
 
     def close(self) -> None:

@@ -359,7 +359,7 @@ class Loader:
             if not allowed:
                 return 0, 0
             checking = share(beside, located.check)
-            load = transfer.begin_load(op.blocks, copies)
+            load = transfer.begin_load(tuple(op.blocks), copies)
             self.in_use.begin(op, load)
             sound = True
             try:

@@ -98,7 +98,7 @@ def fetch(link: Link, op: LoadOp, shape: ChunkShape, chunks: range, copying: Cop
     with located.reading(), copying() as allowed:
         if not allowed:
             return 0
-        link.transfer.load(op.blocks, copies)
+        link.transfer.load(tuple(op.blocks), copies)
     return leading(located.check())
 
 
@@ -119,7 +119,8 @@ def plan(link: Link, op: LoadOp, shape: ChunkShape, chunks: range) -> Planned:
     part = slice(objects.start, objects.stop)
     located = link.handler.adopt(op.epoch, op.entries[part], op.generations[part], op.lengths[part], op.keys[part])
     copies = load_copies(op, shape, chunks, located.views())
-    load = prepare(link.transfer, op.blocks, copies)
+    # Which blocks failed is looked up afterwards: what a plugin gets is its own.
+    load = prepare(link.transfer, tuple(op.blocks), copies)
     return Planned(located, load, len(copies), type(link.transfer).__name__)
 
 

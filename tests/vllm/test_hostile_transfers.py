@@ -240,6 +240,49 @@ def test_what_is_told_of_a_load_is_a_plain_number(world: World) -> None:
     assert type(world.heard.loads[0].good) is int
 
 
+class Consuming(SlowTransfer):
+    """Takes what it is given to pieces, as far as it can, once it has copied."""
+
+    def load(self, block_ids: Any, copies: Any) -> None:
+        super().load(block_ids, copies)
+        self._consume(block_ids, copies)
+
+    def store(self, block_ids: Any, copies: Any) -> None:
+        super().store(block_ids, copies)
+        self._consume(block_ids, copies)
+
+    def _consume(self, block_ids: Any, copies: Any) -> None:
+        if isinstance(block_ids, list):
+            block_ids.reverse()
+        if isinstance(copies, list):
+            copies.clear()
+
+
+def test_an_engine_may_do_what_it_likes_with_its_arguments(world: World) -> None:
+    """It moves every part once, and blocks that failed are those that failed."""
+    transfer = Consuming(world.caches, PAGED, STORED, world.pace)
+    world.link.transfer = world.link.storing = transfer
+    loader, saver = world.loader(piece_bytes=STORED.nbytes), world.saver(part_bytes=STORED.nbytes)
+    worker = MaruWorker(lambda: world.link, world.answers, SHAPE)
+    ops = [evolve(op, blocks=list(op.blocks)) for op in (world.load(1, 1, 2, 3, 4), world.load(2, 5, 6))]
+    for op in ops:
+        world.store.lost.add(op.entries[-1])
+    with closing(world, loader, saver):
+        loader.submit(ops[:1])
+        world.until(loads=1, poll=loader.poll)
+        worker.load([evolve(ops[1], parked=False)])
+        world.until(loads=2)
+        saver.submit([evolve(world.save(3, 11, 12, 13), blocks=[11, 12, 13])], 0)
+        world.until(stores=1, poll=saver.poll)
+    assert {(result.load_id, result.good) for result in world.heard.loads} == {(1, 3), (2, 1)}
+    assert world.failed == {4, 6}
+    assert all(world.holds(number) for number in (1, 2, 3, 5))
+    assert world.heard.stored == [StoreResult(3, 3)]
+    assert all(world.is_stored(number) for number in (11, 12, 13))
+    assert world.pace.calls.count("load begins") == 5
+    assert world.pace.calls.count("store begins") == 3
+
+
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_a_plan_that_cannot_be_closed_fails_nobody_elses_load(world: World, error: BaseException) -> None:
     """That of a load that was cancelled while the one before it was copied."""
