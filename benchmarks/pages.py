@@ -108,6 +108,12 @@ def _watch(transfer: Any, compare: Callable[[str, Sequence[int], Sequence[Any]],
 
         return run
 
+    def watched_plan(call: Any) -> Any:
+        def run(self: Any, block_ids: Sequence[int], copies: Sequence[Any]) -> Any:
+            return _WatchedPlan(call(self, block_ids, copies), lambda: compare("loaded", block_ids, copies))
+
+        return run
+
     own = vars(transfer)
     if "prepare_load" in own:
         transfer.prepare_load = watched_prepare(own["prepare_load"], "loaded")
@@ -119,6 +125,20 @@ def _watch(transfer: Any, compare: Callable[[str, Sequence[int], Sequence[Any]],
         transfer.load = watched(own["load"], "loaded")
     if "begin_load" in own:
         transfer.begin_load = watched_begin(own["begin_load"])
+    if "prepare_layers" in own:
+        transfer.prepare_layers = watched_plan(own["prepare_layers"])
+
+
+class _WatchedPlan:
+    """A load by layer that was planned, whose load is compared when it has finished."""
+
+    def __init__(self, prepared: Any, compare: Callable[[], None]) -> None:
+        self._prepared = prepared
+        self._compare = compare
+        self.close = prepared.close
+
+    def begin(self) -> Any:
+        return _Watched(self._prepared.begin(), self._compare)
 
 
 class _WatchedRun:

@@ -238,6 +238,32 @@ class LoadsByLayer(Protocol):
         """
 
 
+class PreparedLayeredLoad(Protocol):
+    """A load by layer that is planned and holds its buffers: it can begin at once."""
+
+    def begin(self) -> LayeredLoad:
+        """What :meth:`LoadsByLayer.begin_load` does, once; from then on :meth:`LayeredLoad.finish` lets go.
+
+        Called by the thread that uses the transfer. Raises TransferError, having begun nothing, as ``begin_load`` does;
+        also when it was begun or closed before, or the transfer was closed.
+        """
+
+    def close(self) -> None:
+        """Let go of the buffers if it was not begun. Idempotent; a load under way is left alone."""
+
+
+@runtime_checkable
+class PreparesLayeredLoads(Protocol):
+    """A transfer with this method, which is :class:`LoadsByLayer`, too, plans a load by layer before its turn."""
+
+    def prepare_layers(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedLayeredLoad:
+        """Plan what :meth:`LoadsByLayer.begin_load` does; :meth:`PreparedLayeredLoad.close` must be called.
+
+        Another load may be running meanwhile, in another thread. Raises TransferError as :meth:`Transfer.load` does for
+        a request that makes no sense.
+        """
+
+
 class PreparedLoad(Protocol):
     """A load that is planned and holds its buffers: what is left needs hardly any time of the interpreter."""
 

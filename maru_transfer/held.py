@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from maru_core.contracts import LayeredLoad, LoadsByLayer, PreparedLoad, PreparedStore, Transfer
+from maru_core.contracts import (
+    LayeredLoad,
+    LoadsByLayer,
+    PreparedLayeredLoad,
+    PreparedLoad,
+    PreparedStore,
+    Transfer,
+)
 from maru_core.geometry import ChunkCopy
 from maru_transfer.pinning import PinnedPools
-from maru_transfer.prepared import prepare, prepare_store
+from maru_transfer.prepared import prepare, prepare_layers, prepare_store
 
 
 class HeldTransfer:
@@ -55,7 +62,7 @@ class HeldTransfer:
 
 
 class HeldByLayer(HeldTransfer):
-    """The same for one that loads layer by layer. Implements :class:`maru_core.contracts.LoadsByLayer`, too."""
+    """The same for one that loads layer by layer. Implements ``LoadsByLayer`` and ``PreparesLayeredLoads``, too."""
 
     def __init__(self, transfer: Transfer, pools: PinnedPools) -> None:
         super().__init__(transfer, pools)
@@ -69,6 +76,13 @@ class HeldByLayer(HeldTransfer):
             load = self._by_layer.begin_load(block_ids, copies)
             return _HeldLoad(load, held.pop_all())
 
+    def prepare_layers(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedLayeredLoad:
+        """A load that is planned now; nothing is unregistered until it was closed, or begun and has finished."""
+        with ExitStack() as held:
+            held.enter_context(self._pools.held())
+            load = prepare_layers(self._by_layer, block_ids, copies)
+            return _HeldLayers(load, held.pop_all())
+
 
 class _HeldPrepared:
     """A prepared load or store that lets go of the pools when it is closed."""
@@ -77,6 +91,24 @@ class _HeldPrepared:
         self._prepared = prepared
         self._held = held
         self.run = prepared.run
+
+    def close(self) -> None:
+        """Let go of the buffers, then of the pools."""
+        with self._held:
+            self._prepared.close()
+
+
+class _HeldLayers:
+    """A prepared load by layer that lets go of the pools when it is closed, unless it was begun."""
+
+    def __init__(self, prepared: PreparedLayeredLoad, held: ExitStack) -> None:
+        self._prepared = prepared
+        self._held = held
+
+    def begin(self) -> LayeredLoad:
+        """From here on the load holds the pools."""
+        load = self._prepared.begin()
+        return _HeldLoad(load, self._held.pop_all())
 
     def close(self) -> None:
         """Let go of the buffers, then of the pools."""

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from attrs import frozen
 
 from maru_core.brake import Brake
-from maru_core.contracts import LayeredLoad
+from maru_core.contracts import LayeredLoad, PreparedLayeredLoad
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy
 from maru_transfer.kernel import KernelEngine, KernelTransfer
 from maru_transfer.layered import LoadThread, SameProcess
+from maru_transfer.prepared import Once
 
 if TYPE_CHECKING:
     from maru_transfer.cuda_library import CudaLayers, Job
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 class LayerwiseTransfer(KernelTransfer):
     """Implements :class:`maru_core.contracts.Transfer` and ``LoadsByLayer`` for KV tensors on one CUDA device.
 
-    A thread of its own submits layered loads.
+    Also ``PreparesLayeredLoads``. A thread of its own submits layered loads.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -41,21 +42,12 @@ class LayerwiseTransfer(KernelTransfer):
 
     def begin_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> LayeredLoad:
         """Objects to pages, layer by layer."""
-        from maru_transfer.cuda_library import LOAD
+        return self._begin(*self._plan_layers(block_ids, copies))
 
-        held, job = self._plan(LOAD, block_ids, copies, by_layer=True)
-        if self._lacks_bounce(job):
-            # Taken here: memory that another thread locks first belongs to the first device.
-            self._thread.settle()
-            self._take_bounce()
-        layers = self._device.follow(self._num_layers, self._memory.stream())
-        load = _FollowedLoad(layers, self._num_layers, lambda: self._run(held, job, layers), self._memory.stream)
-        try:
-            self._thread.start(load)
-        except BaseException:
-            layers.close()
-            raise
-        return load
+    def prepare_layers(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedLayeredLoad:
+        """See :class:`maru_core.contracts.PreparesLayeredLoads`."""
+        held, job = self._plan_layers(block_ids, copies)
+        return Once(lambda: self._begin(held, job), held.release)
 
     def close(self) -> None:
         """Cancel layered loads, wait for what is under way, and give everything back."""
@@ -70,6 +62,33 @@ class LayerwiseTransfer(KernelTransfer):
         self._thread.settle()
         return super()._run_prepared(job, brake, least)
 
+    def _plan_layers(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> tuple[Exports, Job]:
+        from maru_transfer.cuda_library import LOAD
+
+        return self._plan(LOAD, block_ids, copies, by_layer=True)
+
+    def _begin(self, held: Exports, job: Job) -> LayeredLoad:
+        """Start what was planned. Lets go of ``held`` when the load has ended, or none was begun."""
+        try:
+            if self._closed:
+                raise TransferError("this transfer is closed")
+            self._device.check()
+            if self._lacks_bounce(job):
+                # Taken here: memory that another thread locks first belongs to the first device.
+                self._thread.settle()
+                self._take_bounce()
+            layers = self._device.follow(self._num_layers, self._memory.stream())
+            load = FollowedLoad(layers, self._num_layers, lambda: self._run(held, job, layers), self._memory.stream)
+            try:
+                self._thread.start(load)
+            except BaseException:
+                layers.close()
+                raise
+        except BaseException:
+            held.release()
+            raise
+        return load
+
     def _run(self, held: Exports, job: Job, layers: CudaLayers) -> None:
         try:
             self._pages.submit(job, self._how, 0, layers)
@@ -81,7 +100,7 @@ class LayerwiseTransfer(KernelTransfer):
                 held.release()
 
 
-class _FollowedLoad:
+class FollowedLoad:
     """Implements :class:`maru_core.contracts.LayeredLoad` by events of the native code.
 
     As long as the load is under way, calls ask ``layers``; when it has ended, what became of it is known here, and the

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from maru_core.brake import Brake, Pull
-from maru_core.contracts import PreparedLoad, PreparedStore, PreparesLoads, PreparesStores, Transfer
+from maru_core.contracts import (
+    LayeredLoad,
+    LoadsByLayer,
+    PreparedLayeredLoad,
+    PreparedLoad,
+    PreparedStore,
+    PreparesLayeredLoads,
+    PreparesLoads,
+    PreparesStores,
+    Transfer,
+)
+from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy
 
 
@@ -21,6 +32,39 @@ def prepare_store(transfer: Transfer, block_ids: Sequence[int], copies: Sequence
     if isinstance(transfer, PreparesStores):
         return transfer.prepare_store(block_ids, copies)
     return InParts(transfer.store, block_ids, copies)
+
+
+def prepare_layers(
+    transfer: LoadsByLayer, block_ids: Sequence[int], copies: Sequence[ChunkCopy]
+) -> PreparedLayeredLoad:
+    """As :meth:`maru_core.contracts.PreparesLayeredLoads.prepare_layers`, of any transfer that loads by layer."""
+    if isinstance(transfer, PreparesLayeredLoads):
+        return transfer.prepare_layers(block_ids, copies)
+    return Once(lambda: transfer.begin_load(block_ids, copies))
+
+
+class Once:
+    """Implements PreparedLayeredLoad by a call that begins the load, and one that lets go of what was planned for it.
+
+    Of the two one is made, once.
+    """
+
+    def __init__(self, begin: Callable[[], LayeredLoad], let_go: Callable[[], None] = lambda: None) -> None:
+        """``begin`` lets go of everything itself, also when it raises."""
+        self._calls: tuple[Callable[[], LayeredLoad], Callable[[], None]] | None = begin, let_go
+
+    def begin(self) -> LayeredLoad:
+        """See :class:`maru_core.contracts.PreparedLayeredLoad`."""
+        calls, self._calls = self._calls, None
+        if calls is None:
+            raise TransferError("a load that was begun or closed before cannot be begun; prepare it again")
+        return calls[0]()
+
+    def close(self) -> None:
+        """Lets go if nothing was begun."""
+        calls, self._calls = self._calls, None
+        if calls is not None:
+            calls[1]()
 
 
 class InParts:

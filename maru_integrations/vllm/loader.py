@@ -8,19 +8,20 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing
 from functools import partial
+from typing import Any
 
 from attrs import frozen
 
 from maru_core import logs
 from maru_core.brake import Brake
-from maru_core.contracts import LayeredLoad, LoadsByLayer
+from maru_core.contracts import LayeredLoad, LoadsByLayer, PreparedLayeredLoad, PreparedLoad
 from maru_core.errors import BackendError, TransferError, Unavailable
-from maru_core.foreign import show
 from maru_integrations.vllm.answers import Answers
-from maru_integrations.vllm.copies import ChunkShape, chunks_of, failed_blocks, load_copies, problem_of
+from maru_integrations.vllm.copies import ChunkShape, chunks_of, failed_blocks, problem_of
 from maru_integrations.vllm.loadqueue import Ended, LoadJob, LoadQueue, cut
 from maru_integrations.vllm.metadata import CANCELLED, LATE, UNAVAILABLE, LoadOp
-from maru_integrations.vllm.moving import Link, Planned, carry_out, leading, plan
+from maru_integrations.vllm.moving import Link, Planned, carry_out, leading, plan, plan_layers
+from maru_integrations.vllm.nextload import NextLoad, Plan
 from maru_integrations.vllm.overlap import LoadsInUse
 from maru_integrations.vllm.streams import Lane, on_lane
 from maru_transfer.helpers import share
@@ -51,15 +52,6 @@ class LoaderSettings:
     def releases_early(self) -> bool:
         """Whether requests may go on before all of their layers are there."""
         return 0 < self.release_after < self.num_layers
-
-
-@frozen(eq=False)
-class _Ahead:
-    """A load that is being planned before its turn, from behind its first ``good`` objects."""
-
-    job: LoadJob
-    good: int
-    planned: Future[Planned]
 
 
 class Loader:
@@ -96,7 +88,7 @@ class Loader:
         self._closing = False
         self._thread: threading.Thread | None = None
         #: Only the loader's thread touches this.
-        self._ahead: _Ahead | None = None
+        self._next = NextLoad()
         #: A load that goes on although nobody wants more of it, and since when that is known.
         self._late: tuple[LoadJob, float] | None = None
         #: The same one once that is for too long; it was told of then.
@@ -257,49 +249,39 @@ class Loader:
                 while self._turn(beside):
                     pass
             finally:
-                self._forget_plan(None)
+                self._next.forget()
 
     def _turn(self, beside: ThreadPoolExecutor) -> bool:
         """Wait for a load and work on it; False when there will be none any more."""
         with self._ready:
             # A plan holds buffers: one whose load ended meanwhile is let go of before there is anything else to do.
-            while not self._queue.jobs and not self._closing and self._ahead is None:
+            while not self._queue.jobs and not self._closing and not self._next.is_planned:
                 self._ready.wait()
             if self._closing:
                 return False
             ended = self._queue.expire(self._clock())
             job = self._queue.take()
         self._deliver(ended)
-        self._forget_plan(job)
+        self._next.forget(unless=job)
         if job is not None:
             self._work(job, beside)
         return True
-
-    def _forget_plan(self, job: LoadJob | None) -> None:
-        """Let go of a load that was planned ahead unless it is this one, from where it is now."""
-        ahead = self._ahead
-        if ahead is None or (ahead.job is job and ahead.good == job.good):
-            return
-        self._ahead = None
-        try:
-            planned = ahead.planned.result()
-        except BaseException:  # noqa: BLE001 - nothing is held; if the load is still wanted, it is planned again
-            return
-        try:
-            planned.load.close()
-        except BaseException as error:  # noqa: BLE001 - a plugin's; the loads that are still wanted go on
-            self._log.warning(
-                "maru.load_not_closed", engine=planned.engine, request=ahead.job.op.request_id, error=show(error)
-            )
 
     def _plan_ahead(self, job: LoadJob, link: Link, beside: ThreadPoolExecutor) -> None:
         """Have the next load planned while this one is copied, so that its copy begins where this one ends."""
         with self._ready:
             after = self._queue.following(job)
-        if after is None or (self._early(after.op) and isinstance(link.transfer, LoadsByLayer)):
+        if after is None:
             return
-        planned = share(beside, partial(plan, link, after.op, self._shape, self._chunks(after)))
-        self._ahead = _Ahead(after, after.good, planned)
+        by_layer = self._early(after.op) and isinstance(link.transfer, LoadsByLayer)
+        how: Plan[Any] = self._plan_layers if by_layer else self._plan
+        self._next.plan(after, link, how, beside)
+
+    def _plan(self, link: Link, job: LoadJob) -> Planned[PreparedLoad]:
+        return plan(link, job.op, self._shape, self._chunks(job))
+
+    def _plan_layers(self, link: Link, job: LoadJob) -> Planned[PreparedLayeredLoad]:
+        return plan_layers(link, job.op, self._shape, self._chunks(job))
 
     def _chunks(self, job: LoadJob) -> range:
         """What is left of a load. A chunk counts with all of its objects: what was moved of one is moved again."""
@@ -322,48 +304,45 @@ class Loader:
 
     def _move(self, job: LoadJob, beside: ThreadPoolExecutor) -> tuple[int, int]:
         """Objects of the rest that were copied, and that are proven."""
-        link, op, chunks = self._link(), job.op, self._chunks(job)
+        link = self._link()
         self._engine = link.name
-        if self._early(op):
-            transfer = link.transfer
-            if isinstance(transfer, LoadsByLayer):
-                return self._move_by_layer(job, chunks, link, transfer, beside)
+        if self._early(job.op):
+            if isinstance(link.transfer, LoadsByLayer):
+                return self._move_by_layer(job, link, beside)
             if not self._told_plain:
                 self._told_plain = True
                 self._log.warning(
                     "maru.no_overlap",
-                    reason=f"the transfer engine ({type(transfer).__name__}) does not load layer by layer",
+                    reason=f"the transfer engine ({type(link.transfer).__name__}) does not load layer by layer",
                     effect="requests go on when all layers are there",
                 )
-        return self._move_plainly(job, chunks, link, beside)
+        return self._move_plainly(job, link, beside)
 
-    def _move_plainly(self, job: LoadJob, chunks: range, link: Link, beside: ThreadPoolExecutor) -> tuple[int, int]:
+    def _move_plainly(self, job: LoadJob, link: Link, beside: ThreadPoolExecutor) -> tuple[int, int]:
         copying, least = partial(self._copying, job), len(job.piece)
-        ahead, self._ahead = self._ahead, None
-        planned = plan(link, job.op, self._shape, chunks) if ahead is None else ahead.planned.result()
+        planned = self._next.take(job, link, self._plan)
         with closing(planned.load):
             begun = partial(self._plan_ahead, job, link, beside)
             moved, good = carry_out(planned, copying, self._brake, least, beside, begun)
-        if good == moved < len(chunks) * self._shape.objects:
+        if good == moved < planned.count:
             moved = good = moved // self._shape.objects * self._shape.objects
         return moved, good
 
-    def _move_by_layer(
-        self, job: LoadJob, chunks: range, link: Link, transfer: LoadsByLayer, beside: ThreadPoolExecutor
-    ) -> tuple[int, int]:
+    def _move_by_layer(self, job: LoadJob, link: Link, beside: ThreadPoolExecutor) -> tuple[int, int]:
         """The whole load; its request may go on before it is complete, so every object is proven before that."""
-        op = job.op
-        located = link.handler.adopt(op.epoch, op.entries, op.generations, op.lengths, op.keys)
-        copies = load_copies(op, self._shape, chunks, located.views())
-        with located.reading(), self._copying(job) as allowed:
+        planned = self._next.take(job, link, self._plan_layers)
+        located = planned.located
+        with closing(planned.load), located.reading(), self._copying(job) as allowed:
             if not allowed:
                 return 0, 0
-            checking = share(beside, located.check)
-            load = transfer.begin_load(tuple(op.blocks), copies)
-            self.in_use.begin(op, load)
+            # First, so that the bus waits for nothing that can be done meanwhile.
+            load = planned.load.begin()
+            self.in_use.begin(job.op, load)
             sound = True
             try:
-                sound = self._follow(job, load, checking)
+                sound = self._follow(job, load, share(beside, located.check))
+                if sound:
+                    self._plan_ahead(job, link, beside)
             finally:
                 try:
                     load.finish()
@@ -371,8 +350,8 @@ class Loader:
                     if sound:
                         raise
         if not sound:  # what comes before the first that is not sound may be used
-            return self._move_plainly(job, chunks, link, beside)
-        return len(copies), leading(located.verify())
+            return self._move_plainly(job, link, beside)
+        return planned.count, leading(located.verify())
 
     def _follow(self, job: LoadJob, load: LayeredLoad, checking: Future[list[bool]]) -> bool:
         """Release the request as soon as enough layers are there. Whether its objects are sound, as far as is known."""

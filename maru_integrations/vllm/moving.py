@@ -6,14 +6,14 @@ import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from attrs import define, frozen
 
 from maru_core import logs
 from maru_core.brake import Brake
 from maru_core.client import Located, MaruHandler
-from maru_core.contracts import PreparedLoad, Transfer
+from maru_core.contracts import LoadsByLayer, PreparedLayeredLoad, PreparedLoad, Transfer
 from maru_core.errors import TransferError
 from maru_core.foreign import pass_interrupt, show
 from maru_core.geometry import ChunkCopy, ObjectLayout
@@ -21,7 +21,7 @@ from maru_core.protocol import CommitStatus, ReserveStatus
 from maru_integrations.vllm.copies import ChunkShape, StoreItems, load_copies, store_copies
 from maru_integrations.vllm.metadata import NO_ROOM, PREEMPTED, REFUSED, UNAVAILABLE, LoadOp
 from maru_transfer.helpers import share
-from maru_transfer.prepared import prepare
+from maru_transfer.prepared import prepare, prepare_layers
 
 #: Wraps a copy. Yields whether it may be made; when it is left, pages and buffers are touched no more.
 Copying = Callable[[], AbstractContextManager[bool]]
@@ -102,30 +102,57 @@ def fetch(link: Link, op: LoadOp, shape: ChunkShape, chunks: range, copying: Cop
     return leading(located.check())
 
 
+class Closes(Protocol):
+    """What a prepared load of either kind is."""
+
+    def close(self) -> None:
+        """Let go of the buffers."""
+
+
+LoadT = TypeVar("LoadT", bound=Closes)
+
+
 @frozen(eq=False)
-class Planned:
+class Planned(Generic[LoadT]):
     """A load of ``count`` copies of which only the copying and the proof are left. ``load`` must be closed."""
 
     located: Located
-    load: PreparedLoad
+    load: LoadT
     count: int
     #: Whose it is, for people.
     engine: str
 
 
-def plan(link: Link, op: LoadOp, shape: ChunkShape, chunks: range) -> Planned:
+def plan(link: Link, op: LoadOp, shape: ChunkShape, chunks: range) -> Planned[PreparedLoad]:
     """Plan what :func:`fetch` does. Any thread. Raises MaruError."""
-    objects = shape.objects_of(chunks)
-    part = slice(objects.start, objects.stop)
-    located = link.handler.adopt(op.epoch, op.entries[part], op.generations[part], op.lengths[part], op.keys[part])
-    copies = load_copies(op, shape, chunks, located.views())
+    located, copies = _find(link, op, shape, chunks)
     # Which blocks failed is looked up afterwards: what a plugin gets is its own.
     load = prepare(link.transfer, tuple(op.blocks), copies)
     return Planned(located, load, len(copies), type(link.transfer).__name__)
 
 
+def plan_layers(link: Link, op: LoadOp, shape: ChunkShape, chunks: range) -> Planned[PreparedLayeredLoad]:
+    """The same by layer, for a link whose transfer loads so. Any thread. Raises MaruError."""
+    assert isinstance(link.transfer, LoadsByLayer)
+    located, copies = _find(link, op, shape, chunks)
+    load = prepare_layers(link.transfer, tuple(op.blocks), copies)
+    return Planned(located, load, len(copies), type(link.transfer).__name__)
+
+
+def _find(link: Link, op: LoadOp, shape: ChunkShape, chunks: range) -> tuple[Located, Sequence[ChunkCopy]]:
+    objects = shape.objects_of(chunks)
+    part = slice(objects.start, objects.stop)
+    located = link.handler.adopt(op.epoch, op.entries[part], op.generations[part], op.lengths[part], op.keys[part])
+    return located, load_copies(op, shape, chunks, located.views())
+
+
 def carry_out(
-    planned: Planned, copying: Copying, brake: Brake, least: int, beside: ThreadPoolExecutor, begun: Callable[[], None]
+    planned: Planned[PreparedLoad],
+    copying: Copying,
+    brake: Brake,
+    least: int,
+    beside: ThreadPoolExecutor,
+    begun: Callable[[], None],
 ) -> tuple[int, int]:
     """As :func:`fetch`, but it ends early when ``brake`` is pulled; with Pull.YIELD not before ``least`` objects.
 

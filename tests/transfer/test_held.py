@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from maru_core.brake import Brake
-from maru_core.contracts import LoadsByLayer
+from maru_core.contracts import LoadsByLayer, PreparesLayeredLoads
 from maru_core.errors import TransferError
 from maru_transfer.held import held
 
@@ -129,6 +129,40 @@ def test_a_layered_load_holds_until_it_has_finished(error: bool) -> None:
         else:
             load.finish()
         assert pools.users == 0
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_planned_layered_load_holds_from_its_plan_until_it_has_finished_or_was_closed(begun: bool) -> None:
+    pools: Any = Pools()
+    transfer = held(ByLayer(), pools)
+    assert isinstance(transfer, PreparesLayeredLoads)
+    prepared = transfer.prepare_layers([], [])
+    assert pools.users == 1
+    load = prepared.begin() if begun else None
+    assert pools.users == 1
+    prepared.close()
+    prepared.close()
+    assert pools.users == begun
+    if load is not None:
+        load.finish()
+        load.finish()
+    assert pools.users == 0
+    with pytest.raises(TransferError, match="begun or closed before"):
+        prepared.begin()
+    assert pools.users == 0
+
+
+def test_a_planned_layered_load_that_cannot_begin_holds_until_it_is_closed() -> None:
+    pools: Any = Pools()
+    inner = ByLayer()
+    inner.refuses = True
+    transfer = held(inner, pools)
+    assert isinstance(transfer, PreparesLayeredLoads)
+    prepared = transfer.prepare_layers([], [])
+    with pytest.raises(TransferError, match="injected"):
+        prepared.begin()
+    prepared.close()
+    assert pools.users == 0
 
 
 def test_a_load_that_is_refused_holds_nothing() -> None:

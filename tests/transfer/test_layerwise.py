@@ -432,6 +432,95 @@ def test_what_makes_no_sense_is_refused_before_anything_begins(driver):
         scene.close()
 
 
+def release_all(copies: list[ChunkCopy]) -> None:
+    for copy in copies:
+        copy.buffer.release()  # raises as long as somebody holds it
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("way", ["bounced", "staged", "mapped"])
+def test_a_load_is_planned_while_another_one_is_under_way_and_begins_behind_it(driver, way: str, form: str):
+    """It writes nothing before it begins, and lets go of its buffers when it has finished."""
+    scene = Scene(driver, way, form)
+    try:
+        first = scene.begin()
+        load = scene.transfer.prepare_layers(CASE.block_ids, scene.copies)
+        scene.let_end()
+        first.finish()
+        driver.hooks.fake_drain()
+        scene.target.memory[...] = 0
+        begun = load.begin()
+        load.close()  # it is under way
+        begun.finish()
+        for layer in range(SIZE.L):
+            assert scene.layer(scene.target.memory, layer) == scene.layer(scene.source.memory, layer)
+        release_all(scene.copies)
+    finally:
+        scene.close()
+
+
+def test_a_planned_load_that_is_not_begun_lets_go_and_writes_nothing(driver):
+    scene = Scene(driver, "staged", "chunkwise", held=False)
+    try:
+        before = scene.target.memory.copy()
+        load = scene.transfer.prepare_layers(CASE.block_ids, scene.copies)
+        with pytest.raises(BufferError):
+            scene.copies[0].buffer.release()
+        load.close()
+        load.close()
+        release_all(scene.copies)
+        with pytest.raises(TransferError, match="begun or closed before"):
+            load.begin()
+        np.testing.assert_array_equal(scene.target.memory, before)
+    finally:
+        scene.close()
+
+
+def test_a_planned_load_begins_once(driver):
+    scene = Scene(driver, "staged", "chunkwise", held=False)
+    try:
+        load = scene.transfer.prepare_layers(CASE.block_ids, scene.copies)
+        begun = load.begin()
+        with pytest.raises(TransferError, match="begun or closed before"):
+            load.begin()
+        begun.finish()
+    finally:
+        scene.close()
+
+
+@pytest.mark.parametrize("why", ["the transfer is closed", "the driver fails", "no thread"])
+def test_a_planned_load_that_cannot_begin_lets_go(driver, monkeypatch, why: str):
+    scene = Scene(driver, "staged", "chunkwise", held=False)
+    try:
+        load = scene.transfer.prepare_layers(CASE.block_ids, scene.copies)
+        if why == "the transfer is closed":
+            scene.transfer.close()
+        elif why == "the driver fails":
+            driver.hooks.fake_fail(b"cuEventRecord", 0)
+        else:
+
+            def start(load: Any) -> None:
+                raise TransferError("as the test wanted")
+
+            monkeypatch.setattr(scene.transfer._thread, "start", start)
+        with pytest.raises(TransferError, match=r"closed|as the test wanted"):
+            load.begin()
+        driver.hooks.fake_fail(b"", -1)
+        release_all(scene.copies)
+    finally:
+        scene.close()
+
+
+def test_a_load_without_sense_is_refused_when_it_is_planned(driver):
+    scene = Scene(driver, "staged", "chunkwise", held=False)
+    try:
+        with pytest.raises(TransferError):
+            scene.transfer.prepare_layers(CASE.block_ids[:1], scene.copies)
+        release_all(scene.copies)
+    finally:
+        scene.close()
+
+
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("gap", [False, True])
 def test_objects_in_a_row_are_one_copy_unless_registrations_meet(driver, form: str, gap: bool):

@@ -18,11 +18,11 @@ from test_kernel import TIGHT, WAYS, Registering, opened, request
 from test_torch_copy import buffers_for, check_load, check_store, layers_of
 
 from maru_core.brake import Brake, Pull
-from maru_core.contracts import PreparesLoads, PreparesStores
+from maru_core.contracts import PreparesLayeredLoads, PreparesLoads, PreparesStores
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy
 from maru_transfer.layerwise import LayerwiseTransfer
-from maru_transfer.prepared import InParts, prepare, prepare_store
+from maru_transfer.prepared import InParts, Once, prepare, prepare_layers, prepare_store
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
 SLOW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -293,3 +293,40 @@ def test_a_transfer_that_cannot_prepare_moves_part_by_part(plan, pull, least, do
     assert planned.run(brake, least) == done
     assert transfer.calls == calls
     planned.close()
+
+
+@frozen
+class ByLayer:
+    """A transfer that loads by layer and cannot prepare; notes what it was told to begin."""
+
+    begun: list[Any]
+
+    def begin_load(self, block_ids, copies) -> str:
+        self.begun.append((block_ids, copies))
+        return "the load"
+
+
+def test_a_layered_load_of_a_transfer_that_cannot_prepare_is_planned_when_it_begins():
+    transfer = ByLayer([])
+    assert not isinstance(transfer, PreparesLayeredLoads)
+    load, other = (prepare_layers(transfer, [1], [None]) for _ in range(2))
+    assert not transfer.begun
+    assert load.begin() == "the load"
+    load.close()
+    other.close()
+    for over in (load, other):
+        with pytest.raises(TransferError, match="begun or closed before"):
+            over.begin()
+    assert transfer.begun == [([1], [None])]
+
+
+@pytest.mark.parametrize("calls", ["bcc", "cbc", "ccb"])
+def test_what_is_planned_is_begun_or_let_go_of_once(calls: str):
+    made: list[str] = []
+    load = Once(lambda: made.append("b"), lambda: made.append("c"))
+    for call in calls:
+        try:
+            (load.begin if call == "b" else load.close)()
+        except TransferError:
+            assert calls[0] == "c"
+    assert made == [calls[0]]

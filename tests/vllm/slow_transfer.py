@@ -98,13 +98,37 @@ class SlowTransfer:
 
 
 class BrakedTransfer(SlowTransfer):
-    """Implements PreparesLoads and PreparesStores, too: looks at the brake before every layer of every copy."""
+    """Implements PreparesLoads and PreparesStores, too: looks at the brake before every layer of every copy.
+
+    And PreparesLayeredLoads.
+    """
 
     def prepare_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> BrakedCopies:
         return BrakedCopies(self, list(block_ids), list(copies), store=False)
 
     def prepare_store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> BrakedCopies:
         return BrakedCopies(self, list(block_ids), list(copies), store=True)
+
+    def prepare_layers(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PlannedLayers:
+        return PlannedLayers(self, list(block_ids), list(copies))
+
+
+@define(eq=False)
+class PlannedLayers:
+    """Implements PreparedLayeredLoad; what is done twice, or after its end, is noticed."""
+
+    transfer: SlowTransfer
+    blocks: list[int]
+    copies: list[ChunkCopy]
+    over: bool = False
+
+    def begin(self) -> SlowLoad:
+        assert not self.over, "begun or closed before"
+        self.over = True
+        return self.transfer.begin_load(self.blocks, self.copies)
+
+    def close(self) -> None:
+        self.over = True
 
 
 @define(eq=False)

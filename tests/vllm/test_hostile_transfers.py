@@ -401,6 +401,31 @@ class Moody(SlowTransfer):
         self.maybe()
 
 
+class MoodyPlanning(Moody):
+    """And loads by layer are planned."""
+
+    def prepare_layers(self, block_ids: Sequence[int], copies: Sequence[Any]) -> MoodyLayers:
+        self.maybe()
+        return MoodyLayers(self, block_ids, copies)
+
+
+class MoodyLayers:
+    """The same for the plan of one."""
+
+    def __init__(self, transfer: Moody, block_ids: Sequence[int], copies: Sequence[Any]) -> None:
+        self._transfer = transfer
+        self._what: tuple[Any, ...] | None = (block_ids, copies)
+
+    def begin(self) -> Any:
+        what, self._what = self._what, None
+        assert what is not None, "begun or closed before"
+        return self._transfer.begin_load(*what)
+
+    def close(self) -> None:
+        self._what = None
+        self._transfer.maybe()
+
+
 class MoodyLoad:
     """The same for a load by layer; :meth:`finish` always ends it."""
 
@@ -446,7 +471,7 @@ def test_lives_with_an_engine_that_raises_everywhere(
     texts = make_texts(rng)
 
     def moody(*what: Any) -> Moody:
-        made = Moody(*what, pace)
+        made = rng.choice([Moody, MoodyPlanning])(*what, pace)
         made.rng, made.share = moods, share
         return made
 

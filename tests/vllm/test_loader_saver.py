@@ -391,14 +391,50 @@ class Planning(Plain):
         return [what for what, number in self.events if number == first]
 
 
-@pytest.fixture
-def planning(world: World) -> Planning:
-    world.link.transfer = transfer = Planning(world.transfer())  # type: ignore[assignment]
-    return transfer  # type: ignore[no-any-return,unused-ignore]
+class PlanningLayers(Planning):
+    """The same by layer: of a load that was begun ``gate`` holds back the end."""
+
+    def __init__(self, inner: SlowTransfer) -> None:
+        super().__init__(inner)
+        self._begin = inner.begin_load
+
+    def begin_load(self, block_ids: Any, copies: Any) -> Any:
+        raise AssertionError("it can be planned")
+
+    def prepare_layers(self, block_ids: Any, copies: Any) -> Any:
+        first = block_ids[copies[0].chunk]
+        prepared = self.prepare_load(block_ids, copies)
+        usable = [True]
+
+        def begin() -> Any:
+            assert usable.pop(), "a load that was begun or closed before"
+            self.events.append(("begins", first))
+            load = self._begin(block_ids, copies)
+
+            def finish() -> None:
+                assert self.gate.wait(10)
+                load.finish()
+                self.events.append(("ends", first))
+
+            return SimpleNamespace(
+                layers_done=load.layers_done, wait_layer=load.wait_layer, cancel=load.cancel, finish=finish
+            )
+
+        return SimpleNamespace(begin=begin, close=lambda: [usable.clear(), prepared.close()])
+
+
+@pytest.fixture(params=[Planning, PlanningLayers])
+def planning(request: pytest.FixtureRequest, world: World) -> Planning:
+    """The loads of ``world`` are early ones where the transfer loads by layer."""
+    world.link.transfer = transfer = request.param(world.transfer())
+    if request.param is PlanningLayers:
+        make = world.load
+        world.load = lambda *what, **fields: make(*what, overlap=True, **fields)  # type: ignore[method-assign]
+    return transfer  # type: ignore[no-any-return]
 
 
 def test_the_next_load_is_planned_while_one_is_copied_and_their_order_stays(world: World, planning: Planning) -> None:
-    loader = world.loader()
+    loader = world.loader(release_after=1)
     with closing(world, loader):
         loader.submit([world.load(number, number) for number in (1, 2, 3)])
         planning.until("planned", 2)
@@ -415,7 +451,7 @@ def test_the_next_load_is_planned_while_one_is_copied_and_their_order_stays(worl
 def test_a_load_that_is_cancelled_between_its_plan_and_its_turn_lets_go(
     world: World, planning: Planning, others: tuple[int, ...]
 ) -> None:
-    loader = world.loader()
+    loader = world.loader(release_after=1)
     with closing(world, loader):
         loader.submit([world.load(number, number) for number in (1, 2, *others)])
         planning.until("planned", 2)
@@ -429,10 +465,68 @@ def test_a_load_that_is_cancelled_between_its_plan_and_its_turn_lets_go(
     assert all(planning.of(number)[-3:] == ["begins", "ends", "closed"] for number in (1, *others))
 
 
+def test_a_load_that_is_late_between_its_plan_and_its_turn_lets_go(world: World, planning: Planning) -> None:
+    loader = world.loader(release_after=1)
+    with closing(world, loader):
+        loader.submit([world.load(1, 1), world.load(2, 2, deadline=5.0), world.load(3, 3)])
+        planning.until("planned", 2)
+        world.ahead = 60
+        planning.gate.set()
+        world.until(loads=3)
+    assert world.heard.loads == [LoadResult(1, 1), LoadResult(2, 0, LATE), LoadResult(3, 1)]
+    assert planning.of(2) == ["planned", "closed"]
+    assert planning.of(3)[-3:] == ["begins", "ends", "closed"]
+
+
+def test_what_was_planned_under_a_server_that_was_replaced_is_not_copied(world: World, planning: Planning) -> None:
+    """It fails as one that is planned in its turn: its objects are not at fault."""
+    loader = world.loader(release_after=1)
+    with closing(world, loader):
+        loader.submit([world.load(1, 1), world.load(2, 2)])
+        planning.until("planned", 2)
+        world.store.epoch += 1
+        planning.gate.set()
+        world.until(loads=2)
+    assert world.heard.loads[1] == LoadResult(2, 0, UNAVAILABLE)
+    assert planning.of(2) == ["planned", "closed"]
+
+
+def test_what_was_planned_for_a_transfer_that_was_replaced_is_let_go_of(world: World, planning: Planning) -> None:
+    loader = world.loader(release_after=1)
+    with closing(world, loader):
+        loader.submit([world.load(1, 1), world.load(2, 2)])
+        planning.until("planned", 2)
+        world.link.transfer = other = type(planning)(world.transfer())
+        other.gate.set()
+        planning.gate.set()
+        world.until(loads=2)
+    assert world.heard.loads == [LoadResult(1, 1), LoadResult(2, 1)]
+    assert planning.of(2) == ["planned", "closed"]
+    assert other.of(2) == ["planned", "begins", "ends", "closed"]
+    assert world.holds(2)
+
+
+def test_behind_a_load_that_is_not_sound_the_next_one_is_planned_for_itself(world: World) -> None:
+    """What is sound of it is copied plainly, by a plan of its own."""
+    world.link.transfer = planning = PlanningLayers(world.transfer())  # type: ignore[assignment]
+    planning.gate.set()
+    loader = world.loader(release_after=1)
+    with closing(world, loader):
+        ops = [world.load(1, 1, 2, overlap=True), world.load(2, 3, overlap=True)]
+        world.store.lost.add(world.store.objects[key(2)].entry)
+        loader.submit(ops)
+        world.until(loads=2)
+    assert world.heard.loads == [LoadResult(1, 1), LoadResult(2, 1)]
+    assert planning.of(1) == ["planned", "begins", "ends", "closed"] * 2
+    assert planning.of(3) == ["planned", "begins", "ends", "closed"]
+    assert world.holds(1)
+    assert world.holds(3)
+
+
 def test_a_plan_that_fails_ahead_of_its_turn_fails_its_own_load(world: World, planning: Planning) -> None:
     planning.refused.add(2)
     planning.gate.set()
-    loader = world.loader()
+    loader = world.loader(release_after=1)
     with closing(world, loader):
         loader.submit([world.load(number, number) for number in (1, 2, 3)])
         world.until(loads=3)
@@ -442,7 +536,7 @@ def test_a_plan_that_fails_ahead_of_its_turn_fails_its_own_load(world: World, pl
 
 
 def test_what_was_planned_ahead_is_let_go_of_at_the_end(world: World, planning: Planning) -> None:
-    loader = world.loader()
+    loader = world.loader(release_after=1)
     loader.submit([world.load(number, number) for number in (1, 2)])
     planning.until("planned", 2)
     timer = threading.Timer(0.05, planning.gate.set)
