@@ -6,14 +6,20 @@ import ctypes
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
-from attrs import define, frozen
+from attrs import define, field, frozen
 
 from maru_core.brake import Brake
+from maru_core.contracts import LayeredLoad, PreparedLayeredLoad
 from maru_core.geometry import ChunkCopy
+from maru_transfer.layered import LoadThread
+from maru_transfer.layerwise import FollowedLoad
+from maru_transfer.prepared import Once
 from maru_transfer.slices import Slicer
 
 _usleep = ctypes.CDLL(None).usleep
+_getppid = ctypes.CDLL(None).getppid
 
 
 def sleep_outside(seconds: float) -> None:
@@ -94,3 +100,68 @@ class Prepared:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+@define
+class ByLayer(InParts):
+    """Implements LoadsByLayer, too: layers arrive one after another, as the layerwise engine's, on a thread of it."""
+
+    layers: int
+    thread: LoadThread = field(factory=LoadThread)
+
+    def begin_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> LayeredLoad:
+        """Plan and begin."""
+        self.plan(block_ids, copies)
+        return self._begin(len(copies))
+
+    def close(self) -> None:
+        """End the thread."""
+        self.thread.close()
+
+    def _begin(self, copies: int) -> LayeredLoad:
+        _getppid()
+        arriving: Any = Arriving(self.layers, copies * self.seconds_per_object)
+        load = FollowedLoad(arriving, self.layers, arriving.cross, lambda: 0)
+        self.thread.start(load)
+        return load
+
+
+@define
+class PlannedByLayer(ByLayer):
+    """Implements PreparesLayeredLoads, too."""
+
+    def prepare_layers(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedLayeredLoad:
+        """Planned now."""
+        self.plan(block_ids, copies)
+        return Once(lambda: self._begin(len(copies)))
+
+
+@define
+class Arriving:
+    """Stands in for maru_transfer.cuda_library.CudaLayers: each call gives up the interpreter's lock, as those do."""
+
+    layers: int
+    seconds: float
+    begun: float | None = None
+
+    def cross(self) -> None:
+        """Submit, and wait for the end: the bus goes on between the two."""
+        self.begun = time.perf_counter()
+        sleep_outside(0.9 * self.seconds)
+        left = self.begun + self.seconds - time.perf_counter()
+        if left > 0:
+            sleep_outside(left)
+
+    def done(self) -> int:
+        """By the clock."""
+        _getppid()
+        if self.begun is None:
+            return 0
+        return min(self.layers, int((time.perf_counter() - self.begun) / self.seconds * self.layers))
+
+    def cancel(self) -> None:
+        """What is a sleep goes on to its end."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+        _getppid()

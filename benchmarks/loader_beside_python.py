@@ -4,8 +4,10 @@ The real loader loads requests of 64 objects of 32 MiB, planned by the kernel en
 sleep without the interpreter's lock. Beside it a thread does what an engine core does: ``empty steps`` while requests
 are parked, ``decode`` steps, or it ``spins``, which is only for comparison (``beside_python.py`` says what each takes).
 ``in parts``: the same with a call per 256 MiB and with two returns from native code in each, as it was before loads
-were one call. Exits with 1 when the loader adds more than 15 % beside empty or decode steps, to a load by itself or to
-each of several that wait in a row.
+were one call. ``by layer``: its layers arrive one after another, as with ``maru_overlap_load_with_compute``, and it is
+planned while the one before is copied; ``by layer, planned late``: in its turn, as of an engine that has ``begin_load``
+only. Exits with 1 when the loader adds more than 15 % beside empty or decode steps, to a load that is one call or goes
+by layer, to one by itself or to each of several that wait in a row.
 Run: ``python benchmarks/loader_beside_python.py [--json FILE]``.
 """
 
@@ -26,7 +28,7 @@ from attrs import frozen
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.beside_python import InParts, Whole, steps_of
+from benchmarks.beside_python import ByLayer, InParts, PlannedByLayer, Whole, steps_of
 from benchmarks.outcome import Bound, Outcome, main
 from maru_core.batches import Rooms
 from maru_core.geometry import ObjectLayout, PagedLayout, PlaneStrides
@@ -96,6 +98,7 @@ def op(number: int) -> LoadOp:
         chunk=0,
         first=0,
         last=OBJECTS * CHUNK,
+        overlap=True,
         blocks=list(range(BLOCKS)),
         lengths=[STORED.nbytes] * OBJECTS,
         **columns,
@@ -131,7 +134,8 @@ def measure(transfer: InParts, handler: Any, many: int) -> float:
     """Seconds from handing over ``many`` loads until the last one is answered."""
     answers = Answers()
     link = Link(handler, transfer, STORED)
-    loader = Loader(lambda: link, SHAPE, answers, HostLane(), LoaderSettings(), lambda: None)
+    settings = LoaderSettings(release_after=LAYERS // 4 * isinstance(transfer, ByLayer), num_layers=LAYERS)
+    loader = Loader(lambda: link, SHAPE, answers, HostLane(), settings, lambda: None)
     try:
         loader.submit([op(0)])
         wait(answers, 1)
@@ -147,9 +151,11 @@ def wait(answers: Answers, loads: int) -> None:
     """Looks as often as an engine's steps do."""
     while loads:
         time.sleep(0.001)
-        loads -= len(answers.take_finished()[1])
+        answers.take_finished()
         message = answers.take_metadata()
-        assert message is None or all(result.good == OBJECTS for result in message.loads)
+        if message is not None:
+            assert all(result.good == OBJECTS for result in message.loads)
+            loads -= len(message.loads)
 
 
 def run(options: argparse.Namespace) -> Outcome:
@@ -157,23 +163,30 @@ def run(options: argparse.Namespace) -> Outcome:
     bare = options.copy_ms / 1e3
     pool = memoryview(mmap.mmap(-1, OBJECTS * STORED.nbytes))
     slicer = Slicer(PAGED, STORED, Limits(32 << 20, 2 << 20, 4 << 20))
-    ways = {"in parts": InParts, "whole": Whole}
+    per_object = bare / OBJECTS
+    ways: dict[str, InParts] = {
+        "in parts": InParts(per_object, slicer, LOAD),
+        "whole": Whole(per_object, slicer, LOAD),
+        "by layer, planned late": ByLayer(per_object, slicer, LOAD, LAYERS),
+        "by layer": PlannedByLayer(per_object, slicer, LOAD, LAYERS),
+    }
     table = [["added to the copy", *(f"{way}, {many}" for way in ways for many in ("one", f"{ROW} in a row"))]]
     figures: dict[str, Any] = {}
     bounds = []
     for name, step in steps_of(compute).items():
         line = []
-        for way, kind in ways.items():
-            transfer = kind(bare / OBJECTS, slicer, LOAD)
+        for way, transfer in ways.items():
             for many in (1, ROW):
                 with engine(step):
                     took = [measure(transfer, Objects(pool, ()), many) for _ in range(options.repeats)]
                 added = statistics.median(took) / (many * bare) - 1
                 figures[f"{name}, {way}, {many}"] = added
                 line.append(f"{added:.1%}")
-                if way == "whole" and name != "spins":
-                    bounds.append(Bound(f"added beside {name}, {many} in a row", added, BOUND))
+                if way in ("whole", "by layer") and name != "spins":
+                    bounds.append(Bound(f"added beside {name}, {way}, {many} in a row", added, BOUND))
         table.append([name, *line])
+    for transfer in ways.values():
+        transfer.close()
     return Outcome(table, figures, bounds)
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of the saver beside a thread that runs Python, in a short form."""
+"""The benchmarks of loader and saver beside a thread that runs Python, in a short form."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from benchmarks import loader_beside_python as loader
 from benchmarks import saver_beside_python as saver
 
 
@@ -24,6 +25,20 @@ def test_the_saver_is_measured_in_every_way_beside_every_engine() -> None:
     wanted = [found for name, found in outcome.figures.items() if "whole," in name and "spins" not in name]
     assert judged[::2] == [found["added"] for found in wanted]
     assert judged[1::2] == pytest.approx([found["processor_ms"] / 5 for found in wanted])
+
+
+@pytest.mark.slow
+def test_the_loader_is_measured_in_every_way_beside_every_engine() -> None:
+    outcome = loader.run(argparse.Namespace(repeats=1, copy_ms=5.0))
+    assert len(outcome.figures) == 3 * 8
+    assert {len(line) for line in outcome.table} == {9}
+    assert all(added > 0 for added in outcome.figures.values())
+    wanted = [
+        added
+        for name, added in outcome.figures.items()
+        if name.split(", ", 1)[1].rsplit(", ", 1)[0] in ("whole", "by layer") and "spins" not in name
+    ]
+    assert [bound.figure for bound in outcome.bounds] == wanted
 
 
 def test_time_of_a_thread_is_its_own() -> None:
