@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -108,6 +109,8 @@ class ByLayer(InParts):
 
     layers: int
     thread: LoadThread = field(factory=LoadThread)
+    #: In the order in which they were begun.
+    loads: list[Arriving] = field(factory=list)
 
     def begin_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> LayeredLoad:
         """Plan and begin."""
@@ -121,6 +124,7 @@ class ByLayer(InParts):
     def _begin(self, copies: int) -> LayeredLoad:
         _getppid()
         arriving: Any = Arriving(self.layers, copies * self.seconds_per_object)
+        self.loads.append(arriving)
         load = FollowedLoad(arriving, self.layers, arriving.cross, lambda: 0)
         self.thread.start(load)
         return load
@@ -142,7 +146,8 @@ class Arriving:
 
     layers: int
     seconds: float
-    begun: float | None = None
+    begun: float = math.inf
+    ended: float = 0.0
 
     def cross(self) -> None:
         """Submit, and wait for the end: the bus goes on between the two."""
@@ -151,13 +156,13 @@ class Arriving:
         left = self.begun + self.seconds - time.perf_counter()
         if left > 0:
             sleep_outside(left)
+        self.ended = self.begun + self.seconds
 
     def done(self) -> int:
         """By the clock."""
         _getppid()
-        if self.begun is None:
-            return 0
-        return min(self.layers, int((time.perf_counter() - self.begun) / self.seconds * self.layers))
+        share = max(0.0, time.perf_counter() - self.begun) / self.seconds
+        return min(self.layers, int(share * self.layers))
 
     def cancel(self) -> None:
         """What is a sleep goes on to its end."""

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,14 @@ def wait(answers: Answers, loads: int) -> None:
             loads -= len(message.loads)
 
 
+def idle_ms(transfer: ByLayer, repeats: int) -> float:
+    """Median, in milliseconds, from the last byte of a load to the first of the next, in the rows measured last."""
+    length = 1 + ROW  # each is behind a load by itself
+    rows = [transfer.loads[-length * back :][1:length] for back in range(1, repeats + 1)]
+    gaps = [after.begun - before.ended for row in rows for before, after in pairwise(row)]
+    return statistics.median(gaps) * 1e3
+
+
 def run(options: argparse.Namespace) -> Outcome:
     """Both ways beside each engine."""
     bare = options.copy_ms / 1e3
@@ -172,7 +181,7 @@ def run(options: argparse.Namespace) -> Outcome:
     }
     table = [["added to the copy", *(f"{way}, {many}" for way in ways for many in ("one", f"{ROW} in a row"))]]
     figures: dict[str, Any] = {}
-    bounds = []
+    bounds, notes = [], []
     for name, step in steps_of(compute).items():
         line = []
         for way, transfer in ways.items():
@@ -185,9 +194,14 @@ def run(options: argparse.Namespace) -> Outcome:
                 if way in ("whole", "by layer") and name != "spins":
                     bounds.append(Bound(f"added beside {name}, {way}, {many} in a row", added, BOUND))
         table.append([name, *line])
+        late, ahead = (
+            idle_ms(transfer, options.repeats) for transfer in ways.values() if isinstance(transfer, ByLayer)
+        )
+        figures[f"{name}, bus idle, planned late"], figures[f"{name}, bus idle"] = late, ahead
+        notes.append(f"beside {name} the bus idles for {ahead:.2f} ms between loads by layer, {late:.2f} planned late")
     for transfer in ways.values():
         transfer.close()
-    return Outcome(table, figures, bounds)
+    return Outcome(table, figures, bounds, notes)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

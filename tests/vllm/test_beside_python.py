@@ -30,14 +30,11 @@ def test_the_saver_is_measured_in_every_way_beside_every_engine() -> None:
 @pytest.mark.slow
 def test_the_loader_is_measured_in_every_way_beside_every_engine() -> None:
     outcome = loader.run(argparse.Namespace(repeats=1, copy_ms=5.0))
-    assert len(outcome.figures) == 3 * 8
+    assert len(outcome.figures) == 3 * (8 + 2)
     assert {len(line) for line in outcome.table} == {9}
     assert all(added > 0 for added in outcome.figures.values())
-    wanted = [
-        added
-        for name, added in outcome.figures.items()
-        if name.split(", ", 1)[1].rsplit(", ", 1)[0] in ("whole", "by layer") and "spins" not in name
-    ]
+    ways = [(engine, way) for engine in ("empty steps", "decode") for way in ("whole", "by layer")]
+    wanted = [outcome.figures[f"{engine}, {way}, {many}"] for engine, way in ways for many in (1, 4)]
     assert [bound.figure for bound in outcome.bounds] == wanted
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from attrs import define, evolve, field
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 pytest.importorskip("vllm")
 
@@ -36,24 +37,24 @@ class Jobs:
     """Two loads, two transfers, two ways to plan, and a server that may be replaced."""
 
     epoch: int = 1
-    refuses: bool = False
     made: list[Plan] = field(factory=list)
     jobs: list[Any] = field(init=False)
     links: list[Link] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.jobs = [SimpleNamespace(good=0, op=SimpleNamespace(epoch=1, request_id="r")) for _ in range(2)]
+        self.jobs = [self.granted() for _ in range(2)]
         handler: Any = self
         stored: Any = None
         self.links = [Link(handler, object(), stored) for _ in range(2)]  # type: ignore[arg-type]
+
+    def granted(self) -> Any:
+        return SimpleNamespace(good=0, op=SimpleNamespace(epoch=self.epoch, request_id="r"))
 
     def adopt(self, epoch: int, *columns: Any) -> None:
         if epoch != self.epoch:
             raise StaleEpoch("injected: another epoch")
 
     def _make(self, way: str, link: Link, job: Any) -> Planned[Plan]:
-        if self.refuses:
-            raise OSError("injected")
         self.adopt(job.op.epoch)
         plan = Plan((way, link.transfer, job, job.good, job.op.epoch))
         self.made.append(plan)
@@ -84,13 +85,8 @@ class Life(RuleBasedStateMachine):
     def way(self, number: int) -> Any:
         return (self.world.whole, self.world.by_layer)[number]
 
-    @precondition(lambda self: not self.next.is_planned)
     @rule(job=EITHER, link=EITHER, way=EITHER)
     def plan(self, job: int, link: int, way: int) -> None:
-        self.next.plan(self.world.jobs[job], self.world.links[link], self.way(way), self.pool)
-
-    @rule(job=EITHER, link=EITHER, way=EITHER)
-    def plan_anew(self, job: int, link: int, way: int) -> None:
         self.next.plan(self.world.jobs[job], self.world.links[link], self.way(way), self.pool)
 
     @rule(job=EITHER, link=EITHER, way=EITHER)
@@ -98,8 +94,6 @@ class Life(RuleBasedStateMachine):
         taken = self.world.jobs[job]
         try:
             found = self.next.take(taken, self.world.links[link], self.way(way)).load
-        except OSError:
-            pass  # the plan's own, from when it was made
         except StaleEpoch:
             assert taken.op.epoch != self.world.epoch
         else:
@@ -126,19 +120,12 @@ class Life(RuleBasedStateMachine):
     def transfer_is_replaced(self, link: int) -> None:
         self.world.links[link].transfer = object()  # type: ignore[assignment]
 
-    @rule()
-    def server_is_replaced(self) -> None:
+    @rule(job=st.sampled_from([0, 1, None]))
+    def server_is_replaced(self, job: int | None) -> None:
+        """All but one load were granted by the new one."""
         self.world.epoch += 1
-
-    @rule(job=EITHER)
-    def load_is_granted_anew(self, job: int) -> None:
-        self.world.jobs[job] = SimpleNamespace(good=0, op=SimpleNamespace(epoch=self.world.epoch, request_id="r"))
-
-    @rule(refuses=st.booleans())
-    def planning_fails(self, refuses: bool) -> None:
-        if self.next.is_planned:  # whether it was made by now is no matter of this test
-            self.pool.submit(int).result()
-        self.world.refuses = refuses
+        for number in {0, 1} - {job}:
+            self.world.jobs[number] = self.world.granted()
 
     @invariant()
     def nothing_is_held_beside_the_plan(self) -> None:
@@ -165,6 +152,32 @@ def test_a_plan_is_made_once_and_used_as_it_is(pool: ThreadPoolExecutor) -> None
     taken = after.take(world.jobs[0], world.links[0], world.by_layer)
     assert world.made == [taken.load]
     assert not taken.load.closed
+
+
+@pytest.mark.parametrize("planned", [*product((0, 1), repeat=3)])
+@pytest.mark.parametrize("taken", [*product((0, 1), repeat=3)])
+def test_another_plan_than_that_of_the_load_is_let_go_of(
+    pool: ThreadPoolExecutor, planned: tuple[int, ...], taken: tuple[int, ...]
+) -> None:
+    """Whichever load, transfer and way it is for."""
+    world, after = Jobs(), NextLoad()
+    ways = (world.whole, world.by_layer)
+    job, link, way = planned
+    after.plan(world.jobs[job], world.links[link], ways[way], pool)
+    job, link, way = taken
+    found = after.take(world.jobs[job], world.links[link], ways[way]).load
+    assert found.what[:3] == (("whole", "by layer")[way], world.links[link].transfer, world.jobs[job])
+    assert len(world.made) == 1 + (planned != taken)
+    assert [plan for plan in world.made if not plan.closed] == [found]
+
+
+def test_the_plan_of_a_load_that_moved_on_is_let_go_of(pool: ThreadPoolExecutor) -> None:
+    world, after = Jobs(), NextLoad()
+    after.plan(world.jobs[0], world.links[0], world.whole, pool)
+    world.jobs[0].good = 3
+    found = after.take(world.jobs[0], world.links[0], world.whole).load
+    assert found.what[3] == 3
+    assert [plan for plan in world.made if not plan.closed] == [found]
 
 
 def test_a_plan_that_cannot_be_closed_keeps_nobody_from_the_next_load(pool: ThreadPoolExecutor) -> None:
