@@ -1,6 +1,6 @@
 """A real vLLM engine with its core and its worker in processes of their own, and what it says about its plugins.
 
-Run as ``python -m tests.engine.plugged MODEL RUNTIME``. It computes one prompt again and again, in the end from the pool.
+Run as ``python -m tests.engine.plugged MODEL RUNTIME``. It computes one prompt until it comes from the pool.
 """
 
 from __future__ import annotations
