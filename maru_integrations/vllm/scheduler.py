@@ -338,11 +338,10 @@ class MaruScheduler:
             lease = done.lease
             self._matcher.remember_bad(lease.keys[index], lease.entries[index], lease.generations[index])
         good = result.good // objects  # a chunk counts with all of its objects only
-        if done.first == 0 and good == 0:
-            # vLLM takes its blocks back. Otherwise the request keeps them, and with them its share, until it runs: it
-            # cannot be preempted before, and vLLM 0.22.1 asks a more important one first, which would be parked on the
-            # blocks that this one needs to run. Neither would ever get the rest.
-            self._parking.leave(done.request_id)
+        # Its share is kept until it has the blocks to run, also when vLLM takes its blocks back. It cannot be preempted
+        # before, and vLLM 0.22.1 asks a more important one first, which would be parked on the blocks that this one
+        # needs; later versions go on reserving all of its blocks, and let nobody else load into those. Whoever had got
+        # its share meanwhile would wait for vLLM, and this one for the share.
         state = self._states.get(done.request_id)
         if state is None:
             self._loads.remember(done.blocks)
