@@ -172,6 +172,7 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             preempted=scheduler.take_preempted(),
             cancelled_loads=scheduler.take_cancelled(),
             received=tuple(received),
+            undefined=scheduler.take_undefined(),
         )
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -87,6 +87,8 @@ class MaruConnectorMetadata(KVConnectorMetadata):
     ``handle_preemptions`` returns.
     ``received``: parked requests that vLLM has noted as received since the step before, so that any request of this
     step may read their blocks.
+    ``undefined``: blocks that requests of this step read although what they hold is undefined: a worker reports them as
+    failed with this step. Their load failed when vLLM had them as received and not yet running, which it overlooks.
     """
 
     weights_epoch: int = 0
@@ -96,6 +98,7 @@ class MaruConnectorMetadata(KVConnectorMetadata):
     preempted: Sequence[str] = ()
     cancelled_loads: Sequence[int] = ()
     received: Sequence[str] = ()
+    undefined: Sequence[int] = ()
 
 
 @frozen

@@ -63,6 +63,8 @@ class RequestState:
     passed_over: bool = False
     failed: bool = False
     tainted: bool = False
+    #: It reads a block that holds undefined KV, and vLLM is told so.
+    told_undefined: bool = False
 
     @property
     def has_kv(self) -> bool:
@@ -76,6 +78,7 @@ class RequestState:
         self.known = range(0)
         self.asked = False
         self.tainted = False
+        self.told_undefined = False
 
 
 @define

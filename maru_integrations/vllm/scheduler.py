@@ -78,6 +78,7 @@ class MaruScheduler:
         self._load_ops: list[LoadOp] = []
         self._held: list[str] = []
         self._preempted: list[str] = []
+        self._undefined: list[int] = []
         self._bad = BadBlocks(settings.block_size)
         self._block_pool: Any = None
         self._told: set[str] = set()
@@ -199,6 +200,11 @@ class MaruScheduler:
         preempted, self._preempted = self._preempted, []
         return preempted
 
+    def take_undefined(self) -> list[int]:
+        """Blocks that requests of this step read although their loads failed, for the workers to report again."""
+        undefined, self._undefined = self._undefined, []
+        return undefined
+
     def take_cancelled(self) -> list[int]:
         """Loads that nobody waits for any more, since the last step."""
         return self._loads.take_cancelled()
@@ -282,9 +288,16 @@ class MaruScheduler:
         """Chunks that this step completes. A block fills on a step that allocates nothing, too."""
         end = computed + count
         bad = self._bad.first_in(state.blocks, end)
-        if bad is not None:
+        if bad is None:
+            state.told_undefined = False
+        else:
             state.tainted = True
             self._forget_cached(state.blocks[bad:])
+            if not state.told_undefined:
+                # vLLM takes note of failed blocks of running and of parked requests. This one was neither when its load
+                # failed: it was released early and had no room to run.
+                state.told_undefined = True
+                self._undefined.append(state.blocks[bad])
         return self._planner.plan(self._settings, state, end) if self._resets.caught_up() else None
 
     # -- answers -------------------------------------------------------------------------------------------------

@@ -145,6 +145,8 @@ class MaruWorker:
         self._announced = [op for op in metadata.stores if op.asynchronous]
         for op in self._announced:
             self._answers.store_queued(op)
+        if metadata.undefined:
+            self._answers.blocks_failed(metadata.undefined)
         if self._loader is None or not self.waits_by_layer:
             return
         in_use = self._loader.in_use

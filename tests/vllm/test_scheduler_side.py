@@ -187,3 +187,33 @@ def test_who_attended_to_a_bad_block_stores_again_when_it_starts_over() -> None:
     assert world.side.plan_stores(output(a=([1, 2, 3, 4], 32, 32))) == []
     world.preempt("a")
     assert chunks_of(world.side.plan_stores(output(a=([5, 6, 7, 8], 0, 64)))) == [[0, 1]]
+
+
+def test_a_request_that_reads_what_its_load_left_is_reported_in_the_step_that_does() -> None:
+    """vLLM overlooks failed blocks of a request that it has as received and that had no room to run."""
+    world = Side()
+    op = world.load(request("a"))
+    blocks = Table(1).blocks
+    world.tell(LoadResult(op.load_id, 2, LATE), bad=set(blocks[4:]))
+    # It runs behind what it believes to be loaded.
+    world.side.plan_stores(output(a=(blocks, CHUNKS * CHUNK, 8)))
+    assert world.side.take_undefined() == [blocks[4]]
+    world.side.plan_stores(output(a=(blocks, CHUNKS * CHUNK, 8)))
+    assert world.side.take_undefined() == [], "once is enough: vLLM takes the request back to before that block"
+    world.side.plan_stores(output(a=(blocks, 4 * BLOCK, CHUNKS * CHUNK - 4 * BLOCK)))
+    assert world.side.take_undefined() == []
+    world.tell(bad={blocks[7]})
+    world.side.plan_stores(output(a=(blocks, CHUNKS * CHUNK, 8)))
+    assert world.side.take_undefined() == [blocks[7]], "each time that it happens"
+
+
+def test_who_could_load_nothing_keeps_its_share_until_it_runs() -> None:
+    """vLLM goes on reserving its blocks: whoever got its share would not be let in, and neither would ever run."""
+    world = Side(block_budget=16)
+    first, second = request("a"), request("b")
+    op = world.load(first)
+    world.tell(LoadResult(op.load_id, 0, LATE), bad=set(op.blocks))
+    assert world.side.match(second, 0) == (None, False)
+    assert world.side.match(first, 0) == (0, False)
+    world.side.after_alloc(first, Table(1), 0)
+    assert world.side.match(second, 0) == (CHUNKS * CHUNK, True)
