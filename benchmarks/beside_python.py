@@ -89,7 +89,7 @@ class Whole(InParts):
 
 @frozen
 class Prepared:
-    """Implements PreparedLoad and PreparedStore; nobody pulls the brake here."""
+    """Implements PreparedCopies; nobody pulls the brake here."""
 
     count: int
     seconds_per_object: float

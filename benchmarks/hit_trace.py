@@ -80,7 +80,7 @@ class Bus:
 
 @frozen
 class OnBus:
-    """Implements PreparedLoad."""
+    """Implements PreparedCopies."""
 
     bus: Bus
     inner: Any

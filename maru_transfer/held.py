@@ -8,9 +8,8 @@ from contextlib import ExitStack
 from maru_core.contracts import (
     LayeredLoad,
     LoadsByLayer,
+    PreparedCopies,
     PreparedLayeredLoad,
-    PreparedLoad,
-    PreparedStore,
     Transfer,
 )
 from maru_core.geometry import ChunkCopy
@@ -35,7 +34,7 @@ class HeldTransfer:
         with self._pools.held():
             self._transfer.store(block_ids, copies)
 
-    def prepare_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedLoad:
+    def prepare_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedCopies:
         """A load that is planned now; nothing is unregistered from now on until it is closed."""
         with ExitStack() as held:
             # What it plans by holds only as long as nothing is unregistered.
@@ -43,7 +42,7 @@ class HeldTransfer:
             load = prepare(self._transfer, block_ids, copies)
             return _HeldPrepared(load, held.pop_all())
 
-    def prepare_store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedStore:
+    def prepare_store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedCopies:
         """The same for a store."""
         with ExitStack() as held:
             held.enter_context(self._pools.held())
@@ -87,7 +86,7 @@ class HeldByLayer(HeldTransfer):
 class _HeldPrepared:
     """A prepared load or store that lets go of the pools when it is closed."""
 
-    def __init__(self, prepared: PreparedLoad | PreparedStore, held: ExitStack) -> None:
+    def __init__(self, prepared: PreparedCopies, held: ExitStack) -> None:
         self._prepared = prepared
         self._held = held
         self.run = prepared.run

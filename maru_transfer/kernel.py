@@ -18,7 +18,7 @@ from attrs import field, frozen
 
 from maru_core.batches import ChunkCopies
 from maru_core.brake import Brake
-from maru_core.contracts import PreparedLoad, PreparedStore, Transfer
+from maru_core.contracts import PreparedCopies, Transfer
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
 from maru_transfer.plan import mismatch, plan_pieces
@@ -141,14 +141,14 @@ class KernelTransfer:
 
         self._move(STORE, block_ids, copies)
 
-    def prepare_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedLoad:
+    def prepare_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedCopies:
         """See :class:`maru_core.contracts.PreparesLoads`."""
         from maru_transfer.cuda_library import LOAD
 
         held, job = self._plan(LOAD, block_ids, copies)
         return _Prepared(held, job, len(copies), self._run_prepared)
 
-    def prepare_store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedStore:
+    def prepare_store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedCopies:
         """See :class:`maru_core.contracts.PreparesStores`."""
         from maru_transfer.cuda_library import STORE
 
@@ -229,7 +229,7 @@ class KernelTransfer:
 
 
 class _Prepared:
-    """Implements PreparedLoad and PreparedStore for a job whose segments are in the order of the copies."""
+    """Implements PreparedCopies for a job whose segments are in the order of the copies."""
 
     def __init__(self, held: Exports, job: Job, count: int, run: Callable[[Job, Brake, int], int]) -> None:
         self._held = held

@@ -8,9 +8,8 @@ from maru_core.brake import Brake, Pull
 from maru_core.contracts import (
     LayeredLoad,
     LoadsByLayer,
+    PreparedCopies,
     PreparedLayeredLoad,
-    PreparedLoad,
-    PreparedStore,
     PreparesLayeredLoads,
     PreparesLoads,
     PreparesStores,
@@ -20,14 +19,14 @@ from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy
 
 
-def prepare(transfer: Transfer, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedLoad:
+def prepare(transfer: Transfer, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedCopies:
     """As :meth:`maru_core.contracts.PreparesLoads.prepare_load`, of any transfer."""
     if isinstance(transfer, PreparesLoads):
         return transfer.prepare_load(block_ids, copies)
     return InParts(transfer.load, block_ids, copies)
 
 
-def prepare_store(transfer: Transfer, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedStore:
+def prepare_store(transfer: Transfer, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> PreparedCopies:
     """As :meth:`maru_core.contracts.PreparesStores.prepare_store`, of any transfer."""
     if isinstance(transfer, PreparesStores):
         return transfer.prepare_store(block_ids, copies)
@@ -68,7 +67,7 @@ class Once:
 
 
 class InParts:
-    """Implements PreparedLoad and PreparedStore by calls between which the brake is looked at."""
+    """Implements PreparedCopies by calls between which the brake is looked at."""
 
     def __init__(
         self,

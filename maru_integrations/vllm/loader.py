@@ -14,7 +14,7 @@ from attrs import frozen
 
 from maru_core import logs
 from maru_core.brake import Brake
-from maru_core.contracts import LayeredLoad, LoadsByLayer, PreparedLayeredLoad, PreparedLoad
+from maru_core.contracts import LayeredLoad, LoadsByLayer, PreparedCopies, PreparedLayeredLoad
 from maru_core.errors import BackendError, TransferError, Unavailable
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape, chunks_of, failed_blocks, problem_of
@@ -277,7 +277,7 @@ class Loader:
         how: Plan[Any] = self._plan_layers if by_layer else self._plan
         self._next.plan(after, link, how, beside)
 
-    def _plan(self, link: Link, job: LoadJob) -> Planned[PreparedLoad]:
+    def _plan(self, link: Link, job: LoadJob) -> Planned[PreparedCopies]:
         return plan(link, job.op, self._shape, self._chunks(job))
 
     def _plan_layers(self, link: Link, job: LoadJob) -> Planned[PreparedLayeredLoad]:

@@ -13,7 +13,7 @@ from attrs import define, frozen
 from maru_core import logs
 from maru_core.brake import Brake
 from maru_core.client import Located, MaruHandler
-from maru_core.contracts import LoadsByLayer, PreparedLayeredLoad, PreparedLoad, Transfer
+from maru_core.contracts import LoadsByLayer, PreparedCopies, PreparedLayeredLoad, Transfer
 from maru_core.errors import TransferError
 from maru_core.foreign import pass_interrupt, show
 from maru_core.geometry import ChunkCopy, ObjectLayout
@@ -123,7 +123,7 @@ class Planned(Generic[LoadT]):
     engine: str
 
 
-def plan(link: Link, op: LoadOp, shape: ChunkShape, chunks: range) -> Planned[PreparedLoad]:
+def plan(link: Link, op: LoadOp, shape: ChunkShape, chunks: range) -> Planned[PreparedCopies]:
     """Plan what :func:`fetch` does. Any thread. Raises MaruError."""
     located, copies = _find(link, op, shape, chunks)
     # Which blocks failed is looked up afterwards: what a plugin gets is its own.
@@ -147,7 +147,7 @@ def _find(link: Link, op: LoadOp, shape: ChunkShape, chunks: range) -> tuple[Loc
 
 
 def carry_out(
-    planned: Planned[PreparedLoad],
+    planned: Planned[PreparedCopies],
     copying: Copying,
     brake: Brake,
     least: int,

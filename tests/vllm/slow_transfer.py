@@ -133,7 +133,7 @@ class PlannedLayers:
 
 @define(eq=False)
 class BrakedCopies:
-    """Implements PreparedLoad and PreparedStore: one copy after the other, once."""
+    """Implements PreparedCopies: one copy after the other, once."""
 
     transfer: BrakedTransfer
     blocks: list[int]
