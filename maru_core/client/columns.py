@@ -8,13 +8,14 @@ from typing import Any
 
 from maru_core.errors import ProtocolError
 from maru_core.pool_format import KEY_SIZE
-from maru_core.protocol import Presence, ReserveStatus
+from maru_core.protocol import CommitStatus, Presence, ReserveStatus
 from maru_core.protocol.codec import column_u8, unpack_u32, unpack_u64
 from maru_core.protocol.messages import PoolDescriptor
 
 _NEW = int(ReserveStatus.NEW)
 _READY = int(Presence.READY)
 _MAX_RESERVE = max(ReserveStatus)
+_MAX_COMMIT = max(CommitStatus)
 _MAX_PRESENCE = max(Presence)
 _KEY_SIZES = {KEY_SIZE}
 
@@ -42,11 +43,6 @@ def statuses_of(blob: object, count: int, highest: int) -> bytes:
     if statuses.count(0) < count and max(statuses) > highest:
         raise ProtocolError(f"unknown status {max(statuses)} in a reply, the highest known is {highest}")
     return statuses
-
-
-def presence_of(blob: object, count: int) -> bytes:
-    """A checked Presence column."""
-    return statuses_of(blob, count, _MAX_PRESENCE)
 
 
 def reserved(
@@ -81,10 +77,38 @@ def acquired(
     if ready and not lease:
         raise ProtocolError("a reply to ACQUIRE grants keys without a lease")
     if ready < count:
-        presence_of(statuses, count)
+        statuses_of(statuses, count, _MAX_PRESENCE)
     uniform = ready == count > 0 and lengths == lengths[:1] * count
     _check_places(statuses, _READY, entries, lengths, uniform, pools)
     return lease, statuses, entries, generations, lengths
+
+
+def commit_statuses(results: list[Any], count: int) -> bytes:
+    """The CommitStatus column of a COMMIT reply."""
+    expect_results(results, 1, "COMMIT")
+    return statuses_of(results[0], count, _MAX_COMMIT)
+
+
+def presences(results: list[Any], count: int, op: str) -> bytes:
+    """The only column of a reply to ``op``, a checked Presence for each key."""
+    expect_results(results, 1, op)
+    return statuses_of(results[0], count, _MAX_PRESENCE)
+
+
+def single_number(results: list[Any]) -> int:
+    """The result of RESET, checked."""
+    expect_results(results, 1, "RESET")
+    if type(results[0]) is not int or results[0] < 0:
+        raise ProtocolError(f"a weights epoch must be a number, got {results[0]!r}")
+    return results[0]
+
+
+def single_map(results: list[Any]) -> dict[str, Any]:
+    """The result of STATS, checked."""
+    expect_results(results, 1, "STATS")
+    if type(results[0]) is not dict:
+        raise ProtocolError(f"stats must be a map, got {type(results[0]).__name__}")
+    return results[0]
 
 
 def _check_places(

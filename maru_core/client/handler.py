@@ -16,10 +16,11 @@ from maru_core.access import ClientKeys
 from maru_core.checksum import Verify
 from maru_core.client.arguments import bytes_of, length_of, lengths_of, sequence_of
 from maru_core.client.bootstrap import ServerStarter, is_listening
-from maru_core.client.keycalls import KeyCalls, Taken
+from maru_core.client.keycalls import KeyCalls
 from maru_core.client.link import Link, SharedLease
 from maru_core.client.objects import REFUSALS, Allocation, Retrieved
 from maru_core.client.opener import SessionOpener
+from maru_core.client.taken import Taken
 from maru_core.client.upkeep import Upkeep
 from maru_core.client.values import StoreResult
 from maru_core.config import MaruConfig, PluginSettings
@@ -145,7 +146,7 @@ class MaruHandler(KeyCalls):
         except BaseException:
             for allocation in allocations:
                 allocation.abort()
-            self._undo(taken)
+            taken.undo(self._link)
             raise
 
     def store(self, key: Key, data: Bytes) -> StoreResult:
@@ -167,7 +168,7 @@ class MaruHandler(KeyCalls):
                     results[index] = StoreResult.REFUSED
             return results
         except BaseException:
-            self._undo(taken)
+            taken.undo(self._link)
             raise
 
     def retrieve(self, key: Key) -> Retrieved | None:
@@ -196,7 +197,7 @@ class MaruHandler(KeyCalls):
                 for index in range(len(keys))
             ]
         except BaseException:
-            self._undo(taken)
+            taken.undo(self._link)
             raise
 
     def exists(self, key: Key) -> bool:

@@ -4,110 +4,37 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
-
-from attrs import define, field
 
 from maru_core.checksum import Verify
 from maru_core.client.arguments import check_timeout, is_length, length_of, lengths_of, sequence_of
 from maru_core.client.checks import Checks
-from maru_core.client.columns import acquired, expect_results, join_keys, presence_of, reserved, statuses_of
+from maru_core.client.columns import (
+    acquired,
+    commit_statuses,
+    expect_results,
+    join_keys,
+    presences,
+    reserved,
+    single_map,
+    single_number,
+)
 from maru_core.client.link import Link
+from maru_core.client.located import Located
 from maru_core.client.pending import LeaseBuilder, PendingAcquire
-from maru_core.client.regions import Regions
 from maru_core.client.session import Session
+from maru_core.client.taken import Taken, end_writing, granted
 from maru_core.client.values import Grants, Lease
 from maru_core.errors import MaruError, ProtocolError, StaleEpoch, Unavailable
 from maru_core.pool_format import KEY_SIZE
-from maru_core.protocol import MAX_KEYS, CommitStatus, Op, ReserveStatus
+from maru_core.protocol import MAX_KEYS, Op
 from maru_core.protocol.codec import pack_u32, pack_u64
 
 #: Bytes of one key in the largest request (key, parent, length), and what the rest of a message may take.
 _KEY_COST = 32 + 32 + 8
 _MESSAGE_OVERHEAD = 1024
-
-
-@define(eq=False)
-class Located:
-    """Objects of one epoch that a lease keeps in place, as this process sees them. Made after the lease was granted.
-
-    Their bytes are acquired, all at once, before the first of them is handed out.
-    """
-
-    epoch: int
-    entries: Sequence[int]
-    generations: Sequence[int]
-    lengths: Sequence[int]
-    keys: Sequence[bytes]
-    _regions: Regions
-    _checks: Checks
-    _acquired: bool = field(default=False, init=False)
-
-    def view(self, index: int) -> memoryview:
-        """Bytes of object ``index``; raises StaleEpoch when the pools were unmapped since."""
-        self._acquire()
-        return self._regions.room(self.entries[index], self.lengths[index])
-
-    def views(self) -> Sequence[memoryview]:
-        """:meth:`view` of each, in order and at once."""
-        self._acquire()
-        return self._regions.rooms(self.entries, self.lengths)
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Wrap the copy in this: tells device hints what is about to be read, and when that is over."""
-        self._acquire()  # first: hints may read ahead
-        with self._regions.reading(self.entries, self.lengths):
-            yield
-
-    def verify(self) -> list[bool]:
-        """For each object: whether a copy that has completed by now is the object that was leased. Looks at headers."""
-        return self._regions.verify(self.entries, self.generations, self.lengths)
-
-    def check(self, indices: Iterable[int] | None = None) -> list[bool]:
-        """:meth:`verify` for ``indices`` (``None``: all), and whether header and bytes are undamaged; needs the keys.
-
-        Reads the bytes of those objects that ``maru_verify`` covers. What is damaged is reported to the server, which
-        drops it.
-        """
-        with suppress(StaleEpoch):  # then each of them is gone
-            self._acquire()
-        judge, regions, epoch = self._checks.judge, self._regions, self.epoch
-        keys, entries, generations, lengths = self.keys, self.entries, self.generations, self.lengths
-        chosen = range(len(entries)) if indices is None else indices
-        return [judge(regions, epoch, keys[i], entries[i], generations[i], lengths[i]) for i in chosen]
-
-    def check_again(self, index: int) -> bool:
-        """:meth:`check` for an object that was good: its bytes are compared once more only in mode ``full``."""
-        if self._checks.mode == "full":
-            return self.check((index,))[0]
-        return self._regions.is_granted(
-            self.entries[index], self.generations[index], self.lengths[index], self.keys[index]
-        )
-
-    def _acquire(self) -> None:
-        if not self._acquired:
-            # Two threads that come here at once do it twice, which harms nobody.
-            self._regions.acquire(self.entries, self.lengths)
-            self._acquired = True
-
-
-@define(eq=False)
-class Taken:
-    """What one batch has asked for and been given, noted early enough to be undone whenever an exception comes.
-
-    A signal handler may raise between any two instructions, so also when a reply was read and nobody has it yet. So
-    each request is noted before it is sent; a server can undo it by its id.
-    """
-
-    holder: tuple[int, int] = (0, 0)
-    requests: list[int] = field(factory=list)
-    #: Entries, generations, lengths.
-    written: list[tuple[Sequence[int], Sequence[int], Sequence[int]]] = field(factory=list)
-    read: list[int] = field(factory=list)
 
 
 class KeyCalls:
@@ -162,7 +89,7 @@ class KeyCalls:
         try:
             return self._reserve(taken, keys, length, parents, weights_epoch, timeout)
         except BaseException:
-            self._undo(taken)
+            taken.undo(self._link)
             raise
 
     def _reserve(
@@ -211,9 +138,9 @@ class KeyCalls:
             ]
             parse = partial(reserved, lengths=chosen, uniform=same_length, pools=session.pools)
             answer = self._link.call(session, Op.RESERVE, arguments, parse, wait, taken.requests)
-            granted = _granted(*answer, chosen)
-            taken.written.append(granted)
-            self._link.holdings.writes(session.holder, *granted[:2])
+            new = granted(*answer, chosen)
+            taken.written.append(new)
+            self._link.holdings.writes(session.holder, *new[:2])
             if not statuses:
                 statuses, entries, generations = answer
             else:
@@ -257,7 +184,7 @@ class KeyCalls:
                     pack_u32(generations[part.start : part.stop]),
                     pack_u64(sums[part.start : part.stop]),
                 ]
-                parse = partial(_commit_statuses, count=len(part), op="COMMIT")
+                parse = partial(commit_statuses, count=len(part))
                 statuses += self._link.call(session, Op.COMMIT, columns, parse, wait)
         except BaseException:
             self._put_back(grants, chosen)
@@ -290,7 +217,7 @@ class KeyCalls:
         try:
             return self._acquire(taken, keys, leading, weights_epoch, timeout)
         except BaseException:
-            self._undo(taken)
+            taken.undo(self._link)
             raise
 
     def _acquire(
@@ -397,7 +324,7 @@ class KeyCalls:
 
     def server_stats(self, *, timeout: float | None = None) -> dict[str, Any]:
         """What the server counts: server, pools, sessions, counters, namespaces."""
-        return self._link.call(self._link.up(), Op.STATS, (), _single_map, timeout)
+        return self._link.call(self._link.up(), Op.STATS, (), single_map, timeout)
 
     def _presences(self, op: Op, keys: Sequence[bytes], weights_epoch: int | None, timeout: float | None) -> bytes:
         session = self._link.up()
@@ -405,37 +332,20 @@ class KeyCalls:
         epoch = self._link.weights_epoch if weights_epoch is None else weights_epoch
         found = []
         for part, wait in self._parts(len(keys), session, timeout):
-            parse = partial(_presence_column, count=len(part), op=op.name)
+            parse = partial(presences, count=len(part), op=op.name)
             arguments = [epoch, join_keys(keys[part.start : part.stop])]
             found.append(self._link.call(session, op, arguments, parse, wait))
         return b"".join(found)
 
-    def _undo(self, taken: Taken) -> None:
-        """Give back all that a batch took, also what its replies said to nobody. Never blocks; idempotent."""
-        link = self._link
-        for entries, generations, lengths in taken.written:
-            self._end_writing(taken.holder, entries, generations, lengths)
-        if taken.read:
-            link.end_lease(taken.holder, tuple(taken.read))
-        if taken.requests:
-            link.defer(taken.holder, Op.CANCEL, tuple(taken.requests))
-
     def _put_back(self, grants: Grants, indices: Sequence[int]) -> None:
         if indices:
-            self._end_writing(
+            end_writing(
+                self._link,
                 (grants.epoch, grants.session),
                 [grants.entries[index] for index in indices],
                 [grants.generations[index] for index in indices],
                 [grants.lengths[index] for index in indices],
             )
-
-    def _end_writing(
-        self, holder: tuple[int, int], entries: Sequence[int], generations: Sequence[int], lengths: Sequence[int]
-    ) -> None:
-        """These pages go back; whatever was written to them leaves this host's caches before the server hears of it."""
-        with suppress(MaruError):  # of an epoch that is over: nobody is told, and the pools are unmapped
-            self._link.session_of(holder[0]).regions.settle(entries, lengths)
-        self._link.end_writing(holder, tuple(zip(entries, generations, strict=True)))
 
     def _parts(self, count: int, session: Session, timeout: float | None) -> Iterator[tuple[range, float | None]]:
         """Slices of a batch that fit one message each, with the seconds that are left for it."""
@@ -463,41 +373,3 @@ def _report_damage(link: Link, epoch: int, entry: int, generation: int, key: byt
     except MaruError:  # the epoch is over, and the object with it
         return
     link.defer(holder, Op.REPORT, ((entry, generation),))
-
-
-def _granted(
-    statuses: bytes, entries: array[int], generations: array[int], lengths: Sequence[int]
-) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-    """Entries, generations and lengths of the keys that are NEW."""
-    if statuses.count(ReserveStatus.NEW) == len(statuses):
-        return entries, generations, lengths
-    new = [index for index, status in enumerate(statuses) if status == ReserveStatus.NEW]
-    return [entries[index] for index in new], [generations[index] for index in new], [lengths[index] for index in new]
-
-
-def _commit_statuses(results: list[Any], count: int, op: str) -> bytes:
-    expect_results(results, 1, op)
-    return statuses_of(results[0], count, _MAX_COMMIT)
-
-
-def _presence_column(results: list[Any], count: int, op: str) -> bytes:
-    expect_results(results, 1, op)
-    return presence_of(results[0], count)
-
-
-def single_number(results: list[Any]) -> int:
-    """The result of RESET, checked."""
-    expect_results(results, 1, "RESET")
-    if type(results[0]) is not int or results[0] < 0:
-        raise ProtocolError(f"a weights epoch must be a number, got {results[0]!r}")
-    return results[0]
-
-
-def _single_map(results: list[Any]) -> dict[str, Any]:
-    expect_results(results, 1, "STATS")
-    if type(results[0]) is not dict:
-        raise ProtocolError(f"stats must be a map, got {type(results[0]).__name__}")
-    return results[0]
-
-
-_MAX_COMMIT = max(CommitStatus)

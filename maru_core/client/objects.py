@@ -9,7 +9,8 @@ from contextlib import suppress
 from types import TracebackType
 
 from maru_core import logs
-from maru_core.client.keycalls import KeyCalls, Located
+from maru_core.client.keycalls import KeyCalls
+from maru_core.client.located import Located
 from maru_core.client.values import Grants, StoreResult
 from maru_core.errors import MaruError
 from maru_core.protocol import CommitStatus, ReserveStatus

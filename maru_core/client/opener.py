@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from maru_core import logs
-from maru_core.client.keycalls import single_number
+from maru_core.client.columns import single_number
 from maru_core.client.link import Link
 from maru_core.client.notices import PoolNotices
 from maru_core.client.regions import Regions

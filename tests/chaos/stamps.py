@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import evolve
 
-from maru_core.client import MaruHandler
-from maru_core.client.keycalls import Located
+from maru_core.client import Located, MaruHandler
 from maru_core.namespace import Namespace
 
 #: Keys of one prefix, each the parent of the next.
