@@ -231,17 +231,25 @@ static void copy_elements(const struct maru_geometry *g, const struct maru_plane
   }
 }
 
+/* Whether tokens of any two blocks that follow each other lie as those of one do. */
+static int is_gapless(const struct maru_geometry *g) {
+  for (uint32_t n = 0; n < g->planes; n++)
+    if (g->plane[n].block != g->block_size * g->plane[n].token) return 0;
+  return 1;
+}
+
 static int is_sound(const struct maru_copy_job *job) {
   const struct maru_geometry *g = job->geometry;
   uint32_t size = g->element_size;
   if (job->direction > MARU_STORE || !g->planes || g->planes > MARU_PLANES) return 0;
   if (size != 1 && size != 2 && size != 4 && size != 8) return 0;
   if (!g->heads || !g->head_size || !job->layers) return 0;
-  uint64_t slots = (uint64_t)g->blocks * g->block_size;
+  int gapless = is_gapless(g);
   for (uint32_t i = 0; i < job->piece_count; i++) {
     const struct maru_piece *p = &job->pieces[i];
-    if (p->block >= g->blocks || p->slot >= g->block_size) return 0;
-    if ((uint64_t)p->block * g->block_size + p->slot + p->tokens > slots) return 0;
+    if (!p->tokens || p->block >= g->blocks || p->slot >= g->block_size) return 0;
+    uint64_t blocks = gapless ? g->blocks - p->block : 1;
+    if ((uint64_t)p->slot + p->tokens > blocks * g->block_size) return 0;
     if ((uint64_t)p->token + p->tokens > g->chunk_tokens) return 0;
     if ((uint64_t)p->layer + job->layers > g->layers || (uint64_t)p->row + job->layers > job->object_layers) return 0;
   }

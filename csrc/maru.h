@@ -113,7 +113,7 @@ MARU_API void maru_fence(void);
  * for tests and measurements. MARU_E_UNSUPPORTED when this processor lacks it. */
 MARU_API int maru_flush_with(uint32_t instruction, const void *address, size_t length);
 
-/* One line of English for a status, static memory, never NULL. */
+/* One line of English for a status of the functions above, static memory, never NULL. */
 MARU_API const char *maru_status_text(int status);
 
 /* ==== Copies between a CUDA device's pages and objects in host memory: libmaru_cuda =================================
@@ -352,7 +352,8 @@ MARU_API const char *maru_cuda_error(const struct maru_pages *pages);
  *
  * A library of its own; it needs nothing. Addresses are numbers; none is checked. */
 
-/* `tokens` tokens that follow each other in the pages and in one object. */
+/* `tokens` tokens, at least one, that follow each other in the pages and in one object: within a block, or from one
+ * into the next where these lie without a gap in every plane. */
 struct maru_piece {
   /* Address of the object's first byte. */
   uint64_t object;

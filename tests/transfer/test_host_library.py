@@ -166,6 +166,7 @@ def refused(paged: PagedLayout = GEOMETRY, job: dict[str, int] | None = None, **
     [
         {"block": 4},
         {"slot": 4},
+        {"tokens": 0},
         {"tokens": 13},
         {"block": 3, "tokens": 5},
         {"block": 1 << 31, "slot": 3},
@@ -182,6 +183,12 @@ def refused(paged: PagedLayout = GEOMETRY, job: dict[str, int] | None = None, **
 def test_a_piece_that_is_not_within_its_pages_or_object_is_refused(piece: dict[str, int]) -> None:
     """plan_pieces makes none; C does not rely on it."""
     assert refused(**piece) == -4
+
+
+def test_a_piece_ends_with_its_block_where_the_next_one_does_not_follow() -> None:
+    """Blocks that lie between each other's tokens: the fifth token of one would be behind the pages."""
+    apart = evolve(GEOMETRY, planes=tuple(PlaneStrides(first, 16, 64, 8, 1) for first in (0, 256)))
+    assert refused(apart) == -4
 
 
 @pytest.mark.parametrize("job", [{"direction": 2}, {"layers": 0}, {"layers": 4}, {"object_layers": 2}], ids=str)
