@@ -87,8 +87,9 @@ class ServerStarter:
                             f"the server of {self._folder.path} listens at {url}; set maru_server_url to that, not auto"
                         )
                     time.sleep(_RETRY)
-                    os.close(report)
-                    report = self._spawn(log_path)
+                    # First the new one: what fails to start leaves the old one open, to be closed below, once.
+                    over, report = report, self._spawn(log_path)
+                    os.close(over)
                 elif code is not None:
                     raise BackendError(
                         f"the Maru server that maru_server_url=auto started has ended: {_tail(log_path)}; "
