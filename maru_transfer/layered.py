@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -54,42 +55,58 @@ class Arrived:
         """It is."""
 
 
-class SteppedLoad:
-    """Implements :class:`maru_core.contracts.LayeredLoad`: :meth:`run` calls ``move`` for layer 0, 1, ..."""
+class EndingLoad:
+    """A load under way: whoever asks, on whichever thread, is told of its end and of its error.
 
-    def __init__(self, layers: int, move: Callable[[int], Arrival], settle: Callable[[], None] = lambda: None) -> None:
-        """``move`` submits one layer; ``settle`` blocks until all that was submitted has run, also after an error."""
-        self._layers = layers
-        self._move = move
-        self._settle = settle
+    What it holds by ``move``, such as the buffers, it lets go of when it ends.
+    """
+
+    def __init__(self, move: Callable[[], None]) -> None:
+        """``move`` moves everything; also when it raises, nothing is under way any more."""
+        self._move: Callable[[], None] | None = move
+        self._process = SameProcess()
         self._changed = threading.Condition()
-        self._arrivals: list[Arrival] = []
-        self._done = 0
-        self._cancelled = False
         self._ended = False
         self._error: BaseException | None = None
-        self._process = SameProcess()
 
     def run(self) -> None:
-        """Move all layers. Raises nothing: errors are told by the other methods."""
+        """Move everything. Raises nothing: errors are told by the other methods."""
         error: BaseException | None = None
         try:
-            try:
-                for layer in range(self._layers):
-                    if self._cancelled:
-                        raise TransferError(f"the load was cancelled before layer {layer} of {self._layers}")
-                    arrival = self._move(layer)
-                    with self._changed:
-                        self._arrivals.append(arrival)
-                        self._changed.notify_all()
-            finally:
-                self._settle()
+            if self._move is not None:
+                self._move()
         except BaseException as caught:  # noqa: BLE001 - every kind must reach who waits
             error = caught
         with self._changed:
             self._error = error
             self._ended = True
+            self._move = None
             self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Blocks until :meth:`run` has ended."""
+        self._process.check()
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended)
+            self._raise()
+
+    def _raise(self) -> None:
+        if isinstance(self._error, TransferError):
+            raise TransferError(str(self._error)) from self._error
+        if self._error is not None:
+            raise TransferError(f"the load failed: {self._error!r}") from self._error
+
+
+class SteppedLoad(EndingLoad):
+    """Implements :class:`maru_core.contracts.LayeredLoad`: :meth:`run` calls ``move`` for layer 0, 1, ..."""
+
+    def __init__(self, layers: int, move: Callable[[int], Arrival], settle: Callable[[], None] = lambda: None) -> None:
+        """``move`` submits one layer; ``settle`` blocks until all that was submitted has run, also after an error."""
+        super().__init__(lambda: self._step(move, settle))
+        self._layers = layers
+        self._arrivals: list[Arrival] = []
+        self._done = 0
+        self._cancelled = False
 
     def layers_done(self) -> int:
         """See :class:`maru_core.contracts.LayeredLoad`; so are the others."""
@@ -113,22 +130,21 @@ class SteppedLoad:
             arrival = self._arrivals[layer]
         arrival.order()
 
-    def finish(self) -> None:
-        """Blocks until :meth:`run` has ended."""
-        self._process.check()
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended)
-            self._raise()
-
     def cancel(self) -> None:
         """Takes effect before the next layer."""
         self._cancelled = True
 
-    def _raise(self) -> None:
-        if isinstance(self._error, TransferError):
-            raise TransferError(str(self._error)) from self._error
-        if self._error is not None:
-            raise TransferError(f"the load failed: {self._error!r}") from self._error
+    def _step(self, move: Callable[[int], Arrival], settle: Callable[[], None]) -> None:
+        try:
+            for layer in range(self._layers):
+                if self._cancelled:
+                    raise TransferError(f"the load was cancelled before layer {layer} of {self._layers}")
+                arrival = move(layer)
+                with self._changed:
+                    self._arrivals.append(arrival)
+                    self._changed.notify_all()
+        finally:
+            settle()
 
 
 class Runs(Protocol):
@@ -151,7 +167,8 @@ class LoadThread:
         """``initializer`` is called on the thread before anything else."""
         self._initializer = initializer
         self._pool: ThreadPoolExecutor | None = None
-        self._loads: list[tuple[Runs, threading.Event]] = []
+        #: Who began a load may let go of it when it has ended, and with it of its error.
+        self._loads: list[tuple[weakref.ref[Runs], threading.Event]] = []
         self._process = SameProcess()
 
     def start(self, load: Runs) -> None:
@@ -161,7 +178,7 @@ class LoadThread:
             self._pool = ThreadPoolExecutor(1, "maru-layers", initializer=self._initializer)
         ended = threading.Event()
         self._loads = [(other, event) for other, event in self._loads if not event.is_set()]
-        self._loads.append((load, ended))
+        self._loads.append((weakref.ref(load), ended))
         share(self._pool, partial(_run, load, ended))
 
     def settle(self) -> None:
@@ -176,8 +193,10 @@ class LoadThread:
         """Cancel what runs or waits, and end the thread. Idempotent; does nothing in a forked child."""
         if not self._process.here:
             return
-        for load, _ in self._loads:
-            load.cancel()
+        for reference, _ in self._loads:
+            load = reference()
+            if load is not None:
+                load.cancel()
         self.settle()
         if self._pool is not None:
             self._pool.shutdown()

@@ -8,7 +8,6 @@ are.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,7 +19,7 @@ from maru_core.contracts import LayeredLoad, PreparedLayeredLoad
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy
 from maru_transfer.kernel import KernelEngine, KernelTransfer
-from maru_transfer.layered import LoadThread, SameProcess
+from maru_transfer.layered import EndingLoad, LoadThread
 from maru_transfer.prepared import Once
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ class LayerwiseTransfer(KernelTransfer):
                 held.release()
 
 
-class FollowedLoad:
+class FollowedLoad(EndingLoad):
     """Implements :class:`maru_core.contracts.LayeredLoad` by events of the native code.
 
     As long as the load is under way, calls ask ``layers``; when it has ended, what became of it is known here, and the
@@ -109,29 +108,16 @@ class FollowedLoad:
 
     def __init__(self, layers: CudaLayers, count: int, move: Callable[[], None], stream: Callable[[], int]) -> None:
         """``move`` submits the load and waits for its end. ``stream``: the calling thread's current one."""
+        super().__init__(move)
         self._layers = layers
         self._count = count
-        self._move: Callable[[], None] | None = move
         self._stream = stream
-        self._process = SameProcess()
-        self._changed = threading.Condition()
         self._asking = 0
-        self._ended = False
-        self._error: BaseException | None = None
 
     def run(self) -> None:
         """Moves all layers. Raises nothing."""
-        error: BaseException | None = None
-        try:
-            if self._move is not None:
-                self._move()
-        except BaseException as caught:  # noqa: BLE001 - every kind must reach who waits
-            error = caught
+        super().run()
         with self._changed:
-            self._error = error
-            self._ended = True
-            self._move = None  # and with it what holds the buffers
-            self._changed.notify_all()
             # Whoever waits for a layer in the native code was told, too.
             self._changed.wait_for(lambda: not self._asking)
         self._layers.close()
@@ -148,13 +134,6 @@ class FollowedLoad:
         with self._asked() as layers:
             if layers is not None:
                 layers.wait(layer, self._stream())
-
-    def finish(self) -> None:
-        """Blocks until :meth:`run` has ended."""
-        self._process.check()
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended)
-            self._raise()
 
     def cancel(self) -> None:
         """Takes effect before the next slice."""
@@ -178,10 +157,6 @@ class FollowedLoad:
                 with self._changed:
                     self._asking -= 1
                     self._changed.notify_all()
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise TransferError(str(self._error)) from self._error
 
 
 @frozen

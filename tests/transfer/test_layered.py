@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 import os
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import numpy as np
@@ -330,3 +332,30 @@ def test_submitted_layers_can_be_ordered_behind_but_are_not_done_before_their_by
     load.wait_layer(0)
     assert arrivals[0].ordered == 1, "what has arrived needs no order on the device"
     thread.close()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("how", WAYS, ids=lambda how: how.__name__)
+@pytest.mark.parametrize("left", ["ended", "cancelled"])
+def test_a_load_that_is_over_keeps_no_buffer(how, form, left):
+    """A pool stays mapped as long as anything shows its bytes: the transfer and the load may live on."""
+    maps: list[mmap.mmap] = []
+
+    def in_pool(array: Any) -> memoryview:
+        maps.append(mmap.mmap(-1, array.nbytes))
+        maps[-1][:] = array.tobytes()
+        return memoryview(maps[-1])
+
+    source, target = CASE.engine("packed per head", 3), CASE.engine("packed per head", None)
+    with closing(how(layers_of(target), target.paged, stored_as(target, 8, form))) as transfer:
+        load = transfer.begin_load(CASE.block_ids, copies_of(source, CASE, form, in_pool))
+        if left == "cancelled":
+            load.cancel()
+        with suppress(TransferError):
+            load.finish()
+        if left == "cancelled":
+            del load
+            gc.collect()  # an error knows where it was raised
+        for pool in maps:
+            pool.close()
+    assert maps
