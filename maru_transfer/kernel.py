@@ -64,7 +64,10 @@ class Memory(Protocol):
     """Where a transfer gets memory and the caller's stream from: torch, so that torch accounts for it."""
 
     def on_device(self, nbytes: int) -> tuple[Any, int]:
-        """Memory of the device: its owner, and its address, a multiple of 256. May raise RuntimeError."""
+        """Memory of the device that no stream uses any more: its owner, and its address, a multiple of 256.
+
+        May raise RuntimeError.
+        """
 
     def locked(self, nbytes: int) -> tuple[Any, int]:
         """Page-locked memory of the host, likewise."""
@@ -361,6 +364,8 @@ class _TorchMemory:
     def on_device(self, nbytes: int) -> tuple[Any, int]:
         torch = importlib.import_module("torch")
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        # Torch hands memory out again while what had it still runs on this stream, for which our lanes do not wait.
+        torch.cuda.current_stream(self.device).synchronize()
         return tensor, tensor.data_ptr()
 
     def locked(self, nbytes: int) -> tuple[Any, int]:
@@ -386,7 +391,8 @@ def _asking(device: CudaDevice) -> Callable[[int, int], Spans]:
         while at < end:
             start, size = device.host_range(at)
             known = (start, start + size)
-            if known[1] <= at:
+            # Where a device sees host memory at other addresses, the range that is told is of those.
+            if not known[0] <= at < known[1]:
                 return [(address, end, False)]
             found.append((at, min(end, known[1]), True))
             at = known[1]

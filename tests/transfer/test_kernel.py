@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from maru_core.contracts import TransferEngine
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy
 from maru_transfer.cuda_library import CudaDevice
-from maru_transfer.kernel import KernelEngine, KernelTransfer, Tuning
+from maru_transfer.kernel import KernelEngine, KernelTransfer, Tuning, _asking, _TorchMemory
 from maru_transfer.kernel_plugin import maru_transfer_engines
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
@@ -400,6 +402,35 @@ def test_who_knows_what_is_locked_is_believed(driver):
     transfer.store(table, copies)
     assert transfer.locked_bytes > 0
     transfer.close()
+
+
+def test_a_driver_that_tells_of_other_addresses_is_not_believed():
+    """So it does where the device does not see registered memory at the host's address."""
+
+    class Elsewhere:
+        def host_range(self, address: int) -> tuple[int, int]:
+            return address + (1 << 40), 1 << 20
+
+    assert _asking(Elsewhere())(4096, 8192) == [(4096, 12288, False)]
+
+
+def test_memory_of_the_device_is_given_when_what_had_it_has_run(monkeypatch):
+    """Torch's allocator gives memory away again while work is queued that uses it, ordered by the stream alone."""
+    queued = ["an earlier kernel"]
+
+    class Stream:
+        def synchronize(self) -> None:
+            queued.clear()
+
+    class Tensor:
+        def data_ptr(self) -> int:
+            return 256
+
+    cuda = SimpleNamespace(current_stream=lambda device: Stream())
+    fake = SimpleNamespace(empty=lambda *_, **__: Tensor(), uint8=None, cuda=cuda)
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    assert _TorchMemory("cuda:0").on_device(17)[1] == 256
+    assert not queued
 
 
 @frozen

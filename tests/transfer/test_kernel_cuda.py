@@ -236,6 +236,29 @@ def test_staging_is_accounted_by_torch_and_given_back():
         transfer.load(TABLE, [])
 
 
+def test_staging_is_not_used_before_what_had_its_memory_has_run():
+    """Torch gives memory away again at once: what is still queued on the same stream may write to it."""
+    engine = Engine.make("planes-first NHD", SIZE, None)
+    stored = engine.stored(256)
+    (buffer,) = objects(1, stored.nbytes, locked=True)
+    np.frombuffer(buffer, "i2")[:] = 7
+    layers = on_device(engine)
+    nbytes = SMALL.slots * SMALL.slot_bytes + 8 * SIZE.L
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        earlier = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+        address = earlier.data_ptr()
+        torch.cuda._sleep(100_000_000)
+        earlier.fill_(0xDD)
+        del earlier
+        with closing(KernelEngine(SMALL).open(layers, engine.paged, stored)) as transfer:
+            assert transfer._staging.data_ptr() == address, "this test needs the same memory"
+            transfer.load(TABLE, [ChunkCopy(0, 0, 256, buffer)])
+            torch.cuda.synchronize()
+    pages = layers[0].view(SIZE.L, 2, SIZE.NB, -1)[:, :, torch.tensor(TABLE[:16], device="cuda")]
+    assert bool((pages == 7).all())
+
+
 def test_a_capture_of_the_engine_survives_what_other_threads_do_meanwhile():
     """vLLM captures its CUDA graphs while pools are registered, and might while something is loaded."""
     engine = Engine.make("packed per token", Size(2, 9, 16, 8, 64, 2), 7)
