@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -65,27 +65,19 @@ class Crossing:
 
         ``host`` may be reused when the stream has run what was queued.
         """
-        array = np.frombuffer(host, np.uint8)
-        for offset, length in stretches:
-            for span in self._spans(array, offset, length):
-                first = offset + span.offset
-                if span.pinned:
-                    target = device[first : first + span.length]
-                    target.copy_(_tensor(array[first : first + span.length]), non_blocking=self._cuda)
-                else:
-                    self._fill(array[first : first + span.length], device[first : first + span.length])
+        for part, where, locked in self._parts(host, stretches):
+            if locked:
+                device[where].copy_(_tensor(part), non_blocking=self._cuda)
+            else:
+                self._fill(part, device[where])
 
     def to_host(self, device: torch.Tensor, host: memoryview, stretches: Sequence[tuple[int, int]]) -> None:
         """Start to copy the other way; :meth:`finish` ends it. ``device`` may be reused by the stream at once."""
-        array = np.frombuffer(host, np.uint8)
-        for offset, length in stretches:
-            for span in self._spans(array, offset, length):
-                first = offset + span.offset
-                if span.pinned:
-                    source = device[first : first + span.length]
-                    _tensor(array[first : first + span.length]).copy_(source, non_blocking=self._cuda)
-                else:
-                    self._empty(device[first : first + span.length], array[first : first + span.length])
+        for part, where, locked in self._parts(host, stretches):
+            if locked:
+                _tensor(part).copy_(device[where], non_blocking=self._cuda)
+            else:
+                self._empty(device[where], part)
 
     def finish(self) -> None:
         """Bring what :meth:`to_host` left in the buffers to where it belongs."""
@@ -103,6 +95,14 @@ class Crossing:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
+
+    def _parts(self, host: memoryview, stretches: Sequence[tuple[int, int]]) -> Iterator[tuple[Array, slice, bool]]:
+        """The bytes of stretches that lie within one registration or in none, where they lie, and which it is."""
+        array = np.frombuffer(host, np.uint8)
+        for offset, length in stretches:
+            for span in self._spans(array, offset, length):
+                where = slice(offset + span.offset, offset + span.offset + span.length)
+                yield array[where], where, span.pinned
 
     def _spans(self, array: Array, offset: int, length: int) -> Sequence[MemorySpan]:
         if self.pinned is not None:

@@ -11,7 +11,7 @@ import pytest
 from maru_core.brake import Brake
 from maru_core.contracts import LoadsByLayer, PreparesLayeredLoads
 from maru_core.errors import TransferError
-from maru_transfer.held import held
+from maru_transfer.held import HeldByLayer, held
 
 
 class Pools:
@@ -152,25 +152,18 @@ def test_a_planned_layered_load_holds_from_its_plan_until_it_has_finished_or_was
     assert pools.users == 0
 
 
-def test_a_planned_layered_load_that_cannot_begin_holds_until_it_is_closed() -> None:
+def test_a_layered_load_that_is_refused_holds_nothing() -> None:
+    """One that was planned holds until it is closed."""
     pools: Any = Pools()
     inner = ByLayer()
     inner.refuses = True
     transfer = held(inner, pools)
-    assert isinstance(transfer, PreparesLayeredLoads)
+    assert isinstance(transfer, HeldByLayer)
+    with pytest.raises(TransferError, match="injected"):
+        transfer.begin_load([], [])
+    assert pools.users == 0
     prepared = transfer.prepare_layers([], [])
     with pytest.raises(TransferError, match="injected"):
         prepared.begin()
     prepared.close()
-    assert pools.users == 0
-
-
-def test_a_load_that_is_refused_holds_nothing() -> None:
-    pools: Any = Pools()
-    inner = ByLayer()
-    inner.refuses = True
-    transfer = held(inner, pools)
-    assert isinstance(transfer, LoadsByLayer)
-    with pytest.raises(TransferError):
-        transfer.begin_load([], [])
     assert pools.users == 0

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,22 +16,9 @@ import torch
 from maru_transfer.crossing import MIN_BYTES_PER_THREAD, Crossing
 from maru_transfer.helpers import share
 from maru_transfer.layered import Arrived, LoadThread, SteppedLoad
+from tests.threads import no_more_threads
 
 SOON = 10.0
-
-
-@contextmanager
-def no_more_threads() -> Iterator[None]:
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    threading.Thread.start = refuse  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        threading.Thread.start = start  # type: ignore[method-assign]
 
 
 def test_what_no_thread_took_is_done_here_and_never_again() -> None:

@@ -193,8 +193,7 @@ class Scene:
 @given(seed=st.integers(0, 10_000), order=st.permutations(range(SIZE.L)))
 def test_who_waits_for_a_layer_reads_it_and_nobody_waits_for_more(driver, way: str, form: str, seed: int, order):
     """A stream reads each layer right behind the call, in any order, before and while later layers arrive."""
-    scene = Scene(driver, way, form, seed)
-    try:
+    with closing(Scene(driver, way, form, seed)) as scene:
         load = scene.begin()
         seen = {}
         for layer in order:
@@ -205,16 +204,13 @@ def test_who_waits_for_a_layer_reads_it_and_nobody_waits_for_more(driver, way: s
         driver.hooks.fake_drain()
         for layer, memory in seen.items():
             assert scene.layer(memory, layer) == scene.layer(scene.source.memory, layer), layer
-    finally:
-        scene.close()
 
 
 @pytest.mark.parametrize("form", FORMATS)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10_000))
 def test_pages_are_written_after_what_the_callers_stream_had_to_do_with_them(driver, form: str, seed: int):
-    scene = Scene(driver, "staged in batches", form, seed)
-    try:
+    with closing(Scene(driver, "staged in batches", form, seed)) as scene:
         memory = scene.target.memory
         before = np.zeros_like(memory)
         driver.hooks.fake_fill(0, memory.ctypes.data, memory.nbytes, 0x77)
@@ -226,16 +222,13 @@ def test_pages_are_written_after_what_the_callers_stream_had_to_do_with_them(dri
         assert set(before.tobytes()) == {0x77}
         for layer in range(SIZE.L):
             assert scene.layer(memory, layer) == scene.layer(scene.source.memory, layer)
-    finally:
-        scene.close()
 
 
 @pytest.mark.parametrize("form", FORMATS)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 10_000))
 def test_layers_that_count_as_done_are_there(driver, form: str, seed: int):
-    scene = Scene(driver, "staged in batches", form, seed)
-    try:
+    with closing(Scene(driver, "staged in batches", form, seed)) as scene:
         load = scene.begin()
         load.wait_layer(SIZE.L - 1)
         done = -1
@@ -250,8 +243,6 @@ def test_layers_that_count_as_done_are_there(driver, form: str, seed: int):
         scene.let_end()
         load.finish()
         assert load.layers_done() == SIZE.L
-    finally:
-        scene.close()
 
 
 def test_waiting_blocks_until_the_layer_is_submitted_and_no_longer(driver):
@@ -282,16 +273,13 @@ def test_waiting_blocks_until_the_layer_is_submitted_and_no_longer(driver):
 
 
 def test_the_window_bounds_what_is_under_way_and_layers_follow_it(driver):
-    scene = Scene(driver, "staged", "chunkwise", held=False)
-    try:
+    with closing(Scene(driver, "staged", "chunkwise", held=False)) as scene:
         assert isinstance(scene.transfer, LoadsByLayer)
         loads = [scene.begin() for _ in range(3)]
         for load in reversed(loads):
             load.finish()
             assert load.layers_done() == SIZE.L
         assert driver.counts()["most_under_way"] <= 9 * TIGHT.slot_bytes
-    finally:
-        scene.close()
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -328,14 +316,11 @@ def test_a_failure_in_the_middle_is_told_and_leaves_nothing_under_way(driver, fo
 
 
 def test_a_load_that_cannot_begin_leaves_no_events(driver):
-    scene = Scene(driver, "staged", "chunkwise", held=False)
-    try:
+    with closing(Scene(driver, "staged", "chunkwise", held=False)) as scene:
         driver.hooks.fake_fail(b"cuEventRecord", 0)
         with pytest.raises(TransferError, match="EventRecord failed: CUDA_ERROR_FAKE"):
             scene.begin()
         scene.begin().finish()
-    finally:
-        scene.close()
 
 
 def test_cancelling_between_slices_stops_what_waits(driver):
@@ -389,8 +374,7 @@ def test_closing_cancels_and_gives_everything_back(driver):
 
 
 def test_a_forked_child_is_told(driver):
-    scene = Scene(driver, "staged in batches", "chunkwise")
-    try:
+    with closing(Scene(driver, "staged in batches", "chunkwise")) as scene:
         load = scene.begin()
         read, write = os.pipe()
         child = os.fork()
@@ -407,13 +391,10 @@ def test_a_forked_child_is_told(driver):
         with os.fdopen(read, "rb") as answer:
             assert answer.read() == b"\x04"
         os.waitpid(child, 0)
-    finally:
-        scene.close()
 
 
 def test_what_makes_no_sense_is_refused_before_anything_begins(driver):
-    scene = Scene(driver, "staged", "layerwise", held=False)
-    try:
+    with closing(Scene(driver, "staged", "layerwise", held=False)) as scene:
         buffer = aligned(stored_as(scene.source, 8, "layerwise").nbytes)
         for layer, culprit in ((None, "names no layer"), (SIZE.L, "names layer 4"), (-1, "names layer -1")):
             with pytest.raises(TransferError, match=culprit):
@@ -428,8 +409,6 @@ def test_what_makes_no_sense_is_refused_before_anything_begins(driver):
         load.wait_layer(3)
         load.finish()
         np.testing.assert_array_equal(scene.target.memory, pages_after(CASE, scene.name, scene.source, [0, 2]))
-    finally:
-        scene.close()
 
 
 def release_all(copies: list[ChunkCopy]) -> None:
@@ -441,8 +420,7 @@ def release_all(copies: list[ChunkCopy]) -> None:
 @pytest.mark.parametrize("way", ["bounced", "staged", "mapped"])
 def test_a_load_is_planned_while_another_one_is_under_way_and_begins_behind_it(driver, way: str, form: str):
     """It writes nothing before it begins, and lets go of its buffers when it has finished."""
-    scene = Scene(driver, way, form)
-    try:
+    with closing(Scene(driver, way, form)) as scene:
         first = scene.begin()
         load = scene.transfer.prepare_layers(CASE.block_ids, scene.copies)
         scene.let_end()
@@ -455,13 +433,10 @@ def test_a_load_is_planned_while_another_one_is_under_way_and_begins_behind_it(d
         for layer in range(SIZE.L):
             assert scene.layer(scene.target.memory, layer) == scene.layer(scene.source.memory, layer)
         release_all(scene.copies)
-    finally:
-        scene.close()
 
 
 def test_a_planned_load_that_is_not_begun_lets_go_and_writes_nothing(driver):
-    scene = Scene(driver, "staged", "chunkwise", held=False)
-    try:
+    with closing(Scene(driver, "staged", "chunkwise", held=False)) as scene:
         before = scene.target.memory.copy()
         load = scene.transfer.prepare_layers(CASE.block_ids, scene.copies)
         with pytest.raises(BufferError):
@@ -472,26 +447,20 @@ def test_a_planned_load_that_is_not_begun_lets_go_and_writes_nothing(driver):
         with pytest.raises(TransferError, match="begun or closed before"):
             load.begin()
         np.testing.assert_array_equal(scene.target.memory, before)
-    finally:
-        scene.close()
 
 
 def test_a_planned_load_begins_once(driver):
-    scene = Scene(driver, "staged", "chunkwise", held=False)
-    try:
+    with closing(Scene(driver, "staged", "chunkwise", held=False)) as scene:
         load = scene.transfer.prepare_layers(CASE.block_ids, scene.copies)
         begun = load.begin()
         with pytest.raises(TransferError, match="begun or closed before"):
             load.begin()
         begun.finish()
-    finally:
-        scene.close()
 
 
 @pytest.mark.parametrize("why", ["the transfer is closed", "the driver fails", "no thread"])
 def test_a_planned_load_that_cannot_begin_lets_go(driver, monkeypatch, why: str):
-    scene = Scene(driver, "staged", "chunkwise", held=False)
-    try:
+    with closing(Scene(driver, "staged", "chunkwise", held=False)) as scene:
         load = scene.transfer.prepare_layers(CASE.block_ids, scene.copies)
         if why == "the transfer is closed":
             scene.transfer.close()
@@ -507,18 +476,13 @@ def test_a_planned_load_that_cannot_begin_lets_go(driver, monkeypatch, why: str)
             load.begin()
         driver.hooks.fake_fail(b"", -1)
         release_all(scene.copies)
-    finally:
-        scene.close()
 
 
 def test_a_load_without_sense_is_refused_when_it_is_planned(driver):
-    scene = Scene(driver, "staged", "chunkwise", held=False)
-    try:
+    with closing(Scene(driver, "staged", "chunkwise", held=False)) as scene:
         with pytest.raises(TransferError):
             scene.transfer.prepare_layers(CASE.block_ids[:1], scene.copies)
         release_all(scene.copies)
-    finally:
-        scene.close()
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -595,13 +559,10 @@ def check_places(driver: FakeDriver, form: str, seed: int) -> None:
 )
 def test_slices_that_are_copied_and_slices_that_are_not_are_of_one_load(driver, way: str, form: str):
     """Else the tests of order would not show that they get along."""
-    scene = Scene(driver, way, form, held=False)
-    try:
+    with closing(Scene(driver, way, form, held=False)) as scene:
         scene.begin().finish()
         assert 0 < driver.counts()["bytes"] < 3 * scene.source.stored(8).nbytes
         np.testing.assert_array_equal(scene.target.memory, pages_after(EVEN, scene.name, scene.source, range(SIZE.L)))
-    finally:
-        scene.close()
 
 
 @pytest.mark.parametrize("form", FORMATS)

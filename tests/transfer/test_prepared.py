@@ -167,67 +167,67 @@ def test_what_is_closed_does_not_run(driver, plan):
     other.close()
 
 
-@needs_compiler
-def test_a_load_under_way_is_stopped_by_another_thread(driver):
-    """The native code itself looks, not only the call."""
-    count = 2000
-    case = evolve(CASE, size=evolve(CASE.size, NB=2 * count), block_ids=list(range(2 * count)))
-    target = case.engine("planes-first NHD", None)
-    nbytes = case.stored(target).nbytes
-    pool = registered(driver, aligned(count * nbytes))
-    copies = [ChunkCopy(n, 8 * n, 8 * n + 8, pool[n * nbytes : (n + 1) * nbytes]) for n in range(count)]
-    transfer = driver.transfer(layers_of(target), target.paged, case.stored(target), TIGHT)
+#: So many objects that another thread comes in between.
+COUNT = 2000
+LONG = evolve(CASE, size=evolve(CASE.size, NB=2 * COUNT), block_ids=list(range(2 * COUNT)))
+
+
+def long_copies(driver, engine) -> list[ChunkCopy]:
+    nbytes = LONG.stored(engine).nbytes
+    pool = registered(driver, aligned(COUNT * nbytes))
+    return [ChunkCopy(n, 8 * n, 8 * n + 8, pool[n * nbytes : (n + 1) * nbytes]) for n in range(COUNT)]
+
+
+def check_stopped(driver, engine, plan, copies, clear, moved) -> None:
+    """The native code itself looks, not only the call: of what it is stopped at, only what was ``moved`` counts."""
+    transfer = driver.transfer(layers_of(engine), engine.paged, LONG.stored(engine), TIGHT)
     brake = Brake()
-    with closing(transfer), closing(prepare(transfer, case.block_ids, copies)) as load:
-        assert load.run(Brake(), 1) == count
-        stopped = 0
+    stopped = 0
+    with closing(transfer), closing(plan(transfer, LONG.block_ids, copies)) as planned:
+        assert planned.run(Brake(), 1) == COUNT
         for _ in range(100):  # the other thread may be late
-            target.memory[...] = 0
+            clear()
             brake.pull = Pull.GO_ON
             timer = threading.Timer(0.003, lambda: setattr(brake, "pull", Pull.STOP))
             timer.start()
-            done = load.run(brake, count)
+            done = planned.run(brake, COUNT)
             timer.join()
-            if done < count:
+            if done < COUNT:
                 stopped += 1
                 # Whatever of an object was moved last, it counts only when all of it was.
-                for copy in copies[max(0, done - 2) : done]:
-                    seen = target.naive_object(case.block_ids, copy.chunk, copy.first, copy.last, 8)
-                    assert set(seen.tobytes()) == {0xAB}
+                assert all(map(moved, copies[max(0, done - 2) : done]))
+                assert not moved(copies[-1])
             if stopped == 20:
                 break
-        assert stopped, "no load was stopped while it was under way"
+    assert stopped, "it was never stopped while it was under way"
+
+
+@needs_compiler
+def test_a_load_under_way_is_stopped_by_another_thread(driver):
+    target = LONG.engine("planes-first NHD", None)
+
+    def moved(copy: ChunkCopy) -> bool:
+        seen = target.naive_object(LONG.block_ids, copy.chunk, copy.first, copy.last, 8)
+        return set(seen.tobytes()) == {0xAB}
+
+    check_stopped(driver, target, prepare, long_copies(driver, target), lambda: target.memory.fill(0), moved)
 
 
 @needs_compiler
 def test_a_store_under_way_is_stopped_by_another_thread(driver):
     """And leaves behind the object that it is at whatever it will not commit."""
-    count = 2000
-    case = evolve(CASE, size=evolve(CASE.size, NB=2 * count), block_ids=list(range(2 * count)))
-    engine = case.engine("planes-first NHD", 3)
-    nbytes = case.stored(engine).nbytes
-    pool = registered(driver, aligned(count * nbytes))
-    copies = [ChunkCopy(n, 8 * n, 8 * n + 8, pool[n * nbytes : (n + 1) * nbytes]) for n in range(count)]
-    transfer = driver.transfer(layers_of(engine), engine.paged, case.stored(engine), TIGHT)
-    brake = Brake()
-    with closing(transfer), closing(prepare_store(transfer, case.block_ids, copies)) as store:
-        stopped = 0
-        for _ in range(100):  # the other thread may be late
-            pool[:] = bytes(len(pool))
-            brake.pull = Pull.GO_ON
-            timer = threading.Timer(0.003, lambda: setattr(brake, "pull", Pull.STOP))
-            timer.start()
-            done = store.run(brake, count)
-            timer.join()
-            if done < count:
-                stopped += 1
-                for copy in copies[max(0, done - 2) : done]:
-                    whole = engine.naive_object(case.block_ids, copy.chunk, copy.first, copy.last, 8)
-                    assert bytes(copy.buffer) == whole.tobytes()
-                assert not any(copies[-1].buffer)
-            if stopped == 20:
-                break
-        assert stopped, "no store was stopped while it was under way"
+    source = LONG.engine("planes-first NHD", 3)
+    copies = long_copies(driver, source)
+
+    def clear() -> None:
+        for copy in copies:
+            copy.buffer[:] = bytes(copy.buffer.nbytes)
+
+    def moved(copy: ChunkCopy) -> bool:
+        whole = source.naive_object(LONG.block_ids, copy.chunk, copy.first, copy.last, 8)
+        return bytes(copy.buffer) == whole.tobytes()
+
+    check_stopped(driver, source, prepare_store, copies, clear, moved)
 
 
 @needs_compiler

@@ -33,6 +33,7 @@ from maru_integrations.vllm.overlap import LoadsInUse
 from maru_integrations.vllm.streams import HostLane
 from maru_integrations.vllm.worker import MaruWorker, Threads
 from maru_transfer.prepared import InParts
+from tests.threads import no_more_threads
 from tests.vllm.fake_store import FakeStore
 from tests.vllm.lives import check_answers, live, make_texts
 from tests.vllm.mini_engine import Engine, check_store
@@ -61,20 +62,10 @@ class NoFence(HostLane):
         raise RuntimeError("injected")
 
 
-def no_more_threads(patch: pytest.MonkeyPatch) -> None:
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    patch.setattr(threading.Thread, "start", start)
-
-
-def test_loads_without_a_thread_fail_and_the_next_one_tries_again(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loads_without_a_thread_fail_and_the_next_one_tries_again(world: World) -> None:
     loader = world.loader()
     with closing(world, loader):
-        with monkeypatch.context() as patch:
-            no_more_threads(patch)
+        with no_more_threads():
             loader.submit([world.load(1, 1), world.load(2, 2)])
             world.take()
             assert world.heard.loads == [LoadResult(1, 0, UNAVAILABLE), LoadResult(2, 0, UNAVAILABLE)]
@@ -87,13 +78,10 @@ def test_loads_without_a_thread_fail_and_the_next_one_tries_again(
     assert world.heard.loads[-1] == LoadResult(3, 1)
 
 
-def test_stores_without_a_thread_are_skipped_and_the_next_one_tries_again(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stores_without_a_thread_are_skipped_and_the_next_one_tries_again(world: World) -> None:
     saver = world.saver()
     with closing(world, saver):
-        with monkeypatch.context() as patch:
-            no_more_threads(patch)
+        with no_more_threads():
             saver.submit([world.save(1, 1)], 0)
             world.take()
             assert world.heard.stored == [StoreResult(1, 0, ERROR)]
