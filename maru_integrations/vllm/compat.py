@@ -63,10 +63,10 @@ def block_budget(vllm_config: Any, kv_cache_config: Any) -> int | None:
 
 
 def asks_scheduler_for_stats() -> bool:
-    """Whether vLLM takes the scheduler side's figures in steps in which no worker sent any."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    """Whether vLLM takes the scheduler side's figures in steps in which no worker sent any: since 0.24."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    return hasattr(KVConnectorStats, "to_dict")  # came with the same change
+    return hasattr(KVConnectorBase_V1, "has_pending_push_work")  # came with the same version
 
 
 def evict_blocks(block_pool: Any, block_ids: Iterable[int]) -> None:
@@ -101,8 +101,23 @@ def resumed(cached: Any, index: int) -> bool:
 
 
 def preempted(scheduler_output: Any) -> Sequence[str]:
-    """Requests whose blocks were taken away in this step."""
+    """Requests whose blocks were taken away in this step, as far as vLLM says so; see :func:`names_all_preempted`."""
     return tuple(getattr(scheduler_output, "preempted_req_ids", None) or ())
+
+
+def names_all_preempted() -> bool:
+    """Whether a step also names requests that ``reset_prefix_cache(reset_running_requests=True)`` preempted before it.
+
+    Not up to 0.24: these lose their blocks to others without a word.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return "reset_preempted_req_ids" in Scheduler._preempt_request.__code__.co_names
+
+
+def times_preempted(request: Any) -> int:
+    """How often the request has lost its blocks so far."""
+    return int(request.num_preemptions)
 
 
 def runs_layer_hooks() -> bool:

@@ -106,6 +106,7 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             overlap=setup.overlaps(config),
             stores_later=config.async_store,
             token_bytes=plan.token_bytes if config.load_or_compute == "auto" else 0,
+            names_all_preempted=compat.names_all_preempted(),
         )
         try:
             handler = setup.connect(plan, "scheduler")

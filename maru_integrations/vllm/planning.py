@@ -19,7 +19,7 @@ class SchedulerSettings:
     ``parks``: hits are loaded between steps; ``block_budget`` and ``window`` bound how many at a time, ``load_timeout``
     each of them; ``overlap``: their requests may run before everything is there. ``stores_later``: stores run between
     steps. ``objects_per_chunk`` as in KeyChain. ``token_bytes``: stored bytes of one token; 0: hits are loaded whatever
-    they cost.
+    they cost. ``names_all_preempted`` as in compat.
     """
 
     chunk_tokens: int
@@ -35,6 +35,7 @@ class SchedulerSettings:
     overlap: bool = False
     stores_later: bool = False
     token_bytes: int = 0
+    names_all_preempted: bool = True
 
 
 def plan_load(

@@ -18,6 +18,7 @@ from maru_integrations.vllm.matching import Matcher
 from maru_integrations.vllm.metadata import ERROR, LoadOp, LoadResult, MaruWorkerMetadata, StoreOp, StoreResult
 from maru_integrations.vllm.parking import Parking
 from maru_integrations.vllm.planning import SchedulerSettings, StorePlanner, plan_failure, plan_load
+from maru_integrations.vllm.preemptions import Preemptions
 from maru_integrations.vllm.requests import BadBlocks, RequestState
 from maru_integrations.vllm.resets import Resets
 from maru_integrations.vllm.stats import MaruStats
@@ -72,6 +73,7 @@ class MaruScheduler:
         self._parking = Parking(settings.block_size, settings.block_budget, settings.window)
         self._loads = Loads()
         self._stores = Stores(clock)
+        self._preemptions = Preemptions(settings.names_all_preempted)
         self._planner = StorePlanner(self._breaker, self._loads, self._stores)
         self._worth = Worth(clock, settings.token_bytes) if settings.token_bytes else None
         self._states: dict[str, RequestState] = {}
@@ -220,7 +222,7 @@ class MaruScheduler:
         self._matcher.new_step(idle=not output.num_scheduled_tokens and not len(self._loads))
         for request_id in self._ahead.take_old(self._clock()):
             self._forget_question(request_id)
-        preempted = compat.preempted(output)
+        preempted = self._preemptions.take(output, self._states)
         if preempted:
             self._take_away(preempted)
         self._loads.step_planned()
@@ -389,6 +391,7 @@ class MaruScheduler:
         request_id = str(request.request_id)
         self._ahead.leave(request_id)
         self._parking.leave(request_id)
+        self._preemptions.ended(request)
         state = self._states.pop(request_id, None)
         if self._loads.of(request_id) is None:
             self._parking.end_load(request_id)

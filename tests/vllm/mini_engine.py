@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from maru_core.geometry import ObjectLayout, PagedLayout, PlaneStrides
 from maru_integrations.vllm import compat, setup
@@ -50,6 +52,8 @@ VOCAB = 1000
 POISON = 999
 #: No model writes this.
 GARBAGE = -1
+#: Up to 0.30 vLLM calls ``wait_for_save`` in steps with a forward pass only.
+SAVES_IN_EMPTY_STEPS = "wait_for_save" not in signature(KVConnectorModelRunnerMixin._get_kv_connector_output).parameters
 
 
 def chain(tokens: Sequence[int]) -> list[int]:
@@ -165,15 +169,14 @@ class Engine:
             compat.runs_layer_hooks = runs_layer_hooks
         if not output.num_scheduled_tokens:
             time.sleep(0.001)  # as EngineCore does
-        # vLLM 0.22 starts loads before the forward pass whatever they are, and saves nothing in steps without one.
-        old = not hasattr(output, "has_sync_kv_loads")
-        sync = old or output.has_sync_kv_loads
+        # Up to 0.28 vLLM starts loads before the forward pass whatever they are.
+        sync = getattr(output, "has_sync_kv_loads", True)
         if sync:
             worker.start_load_kv(None)
         tokens = self._forward(output, hooks)
         if not sync:
             worker.start_load_kv(None)
-        if output.num_scheduled_tokens or not old:
+        if output.num_scheduled_tokens or SAVES_IN_EMPTY_STEPS:
             worker.wait_for_save()
         sent, received = worker.get_finished(output.finished_req_ids)
         connector_output = KVConnectorOutput(

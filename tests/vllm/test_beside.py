@@ -286,6 +286,41 @@ def test_preemption_stops_stores_before_blocks_are_given_away(
     check_store(store, [p + engine.answers[f"r{i}"] for i, p in enumerate(prompts)], lambda t: keys_of(engine, t))
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_reset_of_running_requests_stops_their_stores(
+    engine_on: EngineOn, monkeypatch: pytest.MonkeyPatch, aborted: bool
+) -> None:
+    """As a preemption does: it takes their blocks away between two steps, which older versions name in no step."""
+    store, reserve, opened = FakeStore(), FakeHandler.reserve, threading.Event()
+
+    def held_up(*args: Any, **kwargs: Any) -> Any:
+        assert opened.wait(10)
+        return reserve(*args, **kwargs)
+
+    monkeypatch.setattr(FakeHandler, "reserve", held_up)
+    prompts = [prompt(90, 1), prompt(260, 2)]
+    threads = Threads(HostLane, stores=SaverSettings(limit_bytes=1 << 30))
+    engine = engine_on(store, num_blocks=24, budget=512, extra=LATER, threads=threads)
+    engine.add("r0", prompts[0], max_tokens=40)
+    while not engine.answers["r0"]:
+        engine.step()
+    assert engine.side._scheduler._stores.outstanding
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    if aborted:
+        engine.abort("r0")
+    count = 80 if aborted else 40
+    engine.add("r1", prompts[1], max_tokens=count)
+    for _ in range(count - 20):  # blocks that the store would read are written to, and nobody has ended
+        engine.step()
+    opened.set()
+    engine.run(5000)
+    assert engine.answers["r1"] == reference(prompts[1], count)
+    whole = [tokens + engine.answers[f"r{number}"] for number, tokens in enumerate(prompts)]
+    settled(engine, 23)
+    stored = check_store(store, whole, lambda tokens: keys_of(engine, tokens))
+    assert stored == sum(len(tokens) // CHUNK for tokens in whole[aborted:]), "an aborted request's is left out"
+
+
 class Clock:
     """Time goes on when it is told to."""
 
