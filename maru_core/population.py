@@ -21,7 +21,10 @@ class Population:
     """
 
     def __init__(self, region: Region, *, step: int = STEP, threads: int | None = None) -> None:
-        """``threads``: ``None`` takes a quarter of the cores, as an engine starts on them meanwhile; from 1 to 8."""
+        """``threads``: ``None`` takes a quarter of the cores, as an engine starts on them meanwhile; from 1 to 8.
+
+        Raises RuntimeError when none can be started.
+        """
         self._region = region
         self._size = region.descriptor.size
         self._step = step
@@ -32,7 +35,12 @@ class Population:
         self._reached = 0
         self._stopped = False
         for number in range(threads or max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 4))):
-            threading.Thread(target=self._work, name=f"maru-populate-{number}", daemon=True).start()
+            try:
+                threading.Thread(target=self._work, name=f"maru-populate-{number}", daemon=True).start()
+            except RuntimeError:
+                if not number:
+                    raise
+                break  # those that run do all of it
 
     def reach(self, end: int, timeout: float | None = None) -> bool:
         """Wait until all bytes up to the offset ``end`` are populated; False after ``timeout`` seconds, or stopped."""

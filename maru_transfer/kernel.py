@@ -3,8 +3,8 @@
 An object crosses the bus as it is stored, in slices of some megabytes, into or out of a ring of staging memory on the
 device; a kernel places each slice while the next one crosses. Few multiprocessors are busy for a short time, and what
 is under way on the bus is bounded, so that an engine's own small copies find a gap. Runs that are long on both sides
-skip staging, requests that are tiny and slices of many separate pieces skip the copy engine, and memory that the driver
-does not know takes a detour through a locked buffer. ``csrc/maru.h`` says how copies are ordered.
+skip staging, requests that are tiny skip the copy engine, and memory that the driver does not know takes a detour
+through a locked buffer. ``csrc/maru.h`` says how copies are ordered.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ class KernelEngine:
             return f"torch {torch.__version__} sees no CUDA device; install torch for CUDA and NVIDIA's driver"
         try:
             self._open(library, torch.cuda.current_device()).close()
-        except TransferError as error:
+        except (TransferError, RuntimeError) as error:  # RuntimeError: torch's, as in a forked process
             return str(error)
         return None
 

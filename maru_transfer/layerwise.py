@@ -2,8 +2,7 @@
 
 Of every object the rows of layer 0 cross the bus first, then those of layer 1, with an event on the device behind each
 layer, so that layer k is computed while layer k+1 is on its way. Objects may hold all layers or one. Where objects
-follow each other in a pool, the rows of a layer are one copy of two dimensions; elsewhere kernels read them where they
-are.
+follow each other in a pool, the rows of a layer are one copy of two dimensions; elsewhere each is a copy of its own.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 
 from maru_core import logs
 from maru_core.client.columns import single_number
@@ -98,4 +99,5 @@ class SessionOpener:
             return
         if self._registrar is None:  # which populates what it registers
             # Not on the link's own thread, which must go on pinging.
-            threading.Thread(target=session.regions.populate, name="maru-populate", daemon=True).start()
+            with suppress(RuntimeError):  # this process gets no more threads: whoever uses a page first populates it
+                threading.Thread(target=session.regions.populate, name="maru-populate", daemon=True).start()

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import zmq
 from attrs import frozen
 
 from maru_core.access import ClientKeys
-from maru_core.client.channel import Channel, nobody_answers
+from maru_core.client.channel import Channel, new_context, nobody_answers
 from maru_core.errors import ConfigError, ProtocolError, ServerError, Unavailable
 from maru_core.protocol import AdminVerb, Code, Op
 from maru_core.protocol.codec import encode
@@ -77,7 +76,7 @@ class Peek:
 
     @contextmanager
     def _channel(self) -> Iterator[Channel]:
-        with zmq.Context() as context:
+        with new_context() as context:
             channel = Channel(context, self.url, self.keys)
             try:
                 yield channel

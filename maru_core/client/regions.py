@@ -108,7 +108,10 @@ class Regions:
     def populate(self) -> None:
         """Take the page faults of every mapped pool now, which takes seconds for a large one; ends early on close."""
         for region in list(self._mapped.values()):
-            population = Population(region)
+            try:
+                population = Population(region)
+            except RuntimeError:  # this process gets no more threads: whoever uses a page first populates it
+                return
             while not population.reach(region.descriptor.size, timeout=_LOOK):
                 if self._closed:
                     population.stop()

@@ -207,9 +207,9 @@ class _Welcome:
             if type(value) is not kind:
                 raise ProtocolError(f"a reply to HELLO: expected {kind.__name__}, got {describe(value)}")
         session, lock_path, weights_epoch, raw_pools, limits, server = results
-        if not limits or type(limits[0]) is not int or len(server) != 2:
+        if not limits or type(limits[0]) is not int or list(map(type, server)) != [str, int]:
             raise ProtocolError(
                 f"a reply to HELLO must carry limits and the server's version, got {limits!r}, {server!r}"
             )
         pools = tuple(PoolDescriptor.from_wire(raw) for raw in raw_pools)
-        return cls(session, lock_path, weights_epoch, pools, limits[0], str(server[0]), int(server[1]))
+        return cls(session, lock_path, weights_epoch, pools, limits[0], *server)

@@ -589,6 +589,18 @@ class TestEngine:
         with pytest.raises(TransferError, match="DeviceGet failed"):
             CudaDevice(driver.native, 7, str(driver.path))
 
+    def test_a_forked_process_is_told_what_torch_says(self, driver, monkeypatch):
+        """Whether an engine is available is asked of anybody, and answered."""
+
+        def refuse() -> int:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+        cuda = SimpleNamespace(is_available=lambda: True, current_device=refuse)
+        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+        monkeypatch.setattr(KernelEngine, "_load", lambda engine: driver.native)
+        assert not KernelEngine().is_available()
+        assert "forked" in (KernelEngine().import_error() or "")
+
     def test_what_it_cannot_move_is_said_before(self):
         engine = Engine.make("packed per head", SIZE, 5)
         stored = engine.stored(8)
