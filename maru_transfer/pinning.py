@@ -296,20 +296,24 @@ class PinnedPools:
             registered = registration.registered
             if isinstance(problem, DriverError) and problem.code in _HOPELESS:
                 registration.withdrawn = True
-            if not registration.leaving:
-                registration.state = "partly" if problem is not None else "registered"
-                if registration.withdrawn or not registered:
-                    registration.state = "not registered"
-        if problem is not None:
-            self._fail(registration, problem)
-        elif not registration.leaving:
-            self._log.info(
-                "maru.pool_registered",
-                location=registration.location,
-                bytes=registered,
-                pieces=len(registration.starts),
-                seconds=round(registration.seconds, 2),
-            )
+        try:
+            if problem is not None:
+                self._fail(registration, problem)
+            elif not registration.leaving:
+                self._log.info(
+                    "maru.pool_registered",
+                    location=registration.location,
+                    bytes=registered,
+                    pieces=len(registration.starts),
+                    seconds=round(registration.seconds, 2),
+                )
+        finally:
+            # Last: who sees how it ended finds the reason, too.
+            with self._lock:
+                if not registration.leaving:
+                    registration.state = "partly" if problem is not None else "registered"
+                    if registration.withdrawn or not registered:
+                        registration.state = "not registered"
 
     def _populated(self, registration: _Registration, pool: tuple[int, int], start: int, pace: Pace) -> int:
         """Where the next piece ends, once its pages are there, or nobody wants it any more.

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from maru_core.population import Population
+from tests.waiting import NEVER, eventually
 
 STEP = 100
 
@@ -35,7 +36,7 @@ class Slow:
 def test_every_step_is_taken_once(size: int, threads: int) -> None:
     region = Slow(size)
     population = Population(region, step=STEP, threads=threads)  # type: ignore[arg-type]
-    assert population.reach(size, timeout=5)
+    assert population.reach(size, timeout=NEVER)
     assert population.reach(10 * size, timeout=0), "the end is the region's"
     assert sorted(region.asked) == [(offset, STEP) for offset in range(0, size, STEP)]
 
@@ -48,33 +49,34 @@ def test_what_is_reached_is_populated_up_to_there() -> None:
     assert not population.reach(1, timeout=0.05)
     permits.release()
     permits.release()
-    assert population.reach(STEP, timeout=5)
-    assert population.reach(2 * STEP, timeout=5)
+    assert population.reach(STEP, timeout=NEVER)
+    assert population.reach(2 * STEP, timeout=NEVER)
     assert not population.reach(2 * STEP + 1, timeout=0.05)
     for _ in range(4):
         permits.release()
-    assert population.reach(6 * STEP, timeout=5)
+    assert population.reach(6 * STEP, timeout=NEVER)
 
 
 def test_threads_work_side_by_side() -> None:
     permits = threading.Semaphore(0)
     region = Slow(6 * STEP, permits)
     population = Population(region, step=STEP, threads=3)  # type: ignore[arg-type]
-    assert not population.reach(1, timeout=0.1)
-    assert len(region.asked) == len(region.threads) == 3
+    eventually(lambda: len(region.threads) == 3)
+    assert len(region.asked) == 3
+    assert not population.reach(1, timeout=0)
     for _ in range(6):
         permits.release()
-    assert population.reach(6 * STEP, timeout=5)
+    assert population.reach(6 * STEP, timeout=NEVER)
 
 
 def test_a_later_step_does_not_stand_for_an_earlier_one() -> None:
     gate = threading.Event()
     region = Slow(3 * STEP)
-    region.populate = lambda offset, length: gate.wait(5) if offset == 0 else None  # type: ignore[assignment, method-assign]
+    region.populate = lambda offset, length: gate.wait(NEVER) if offset == 0 else None  # type: ignore[assignment, method-assign]
     population = Population(region, step=STEP, threads=2)  # type: ignore[arg-type]
     assert not population.reach(1, timeout=0.1)
     gate.set()
-    assert population.reach(3 * STEP, timeout=5)
+    assert population.reach(3 * STEP, timeout=NEVER)
 
 
 def test_it_ends_early() -> None:
@@ -86,7 +88,7 @@ def test_it_ends_early() -> None:
     waiter.start()
     time.sleep(0.05)
     population.stop()
-    waiter.join(5)
+    waiter.join(NEVER)
     assert waiting == [False]
     for _ in range(100):
         permits.release()

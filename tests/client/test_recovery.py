@@ -21,7 +21,7 @@ from maru_core.host import PluginHost
 from maru_core.plugin import hookimpl
 from maru_core.protocol import PROTOCOL_VERSION, Code, CommitStatus, Op, Presence, ReserveStatus
 from tests.client.real import NAMESPACE, Folder
-from tests.waiting import eventually
+from tests.waiting import NEVER, eventually
 
 pytestmark = pytest.mark.slow
 
@@ -91,9 +91,8 @@ def test_calls_in_flight_when_the_server_dies_end_early(folder: Folder) -> None:
     thread.start()
     time.sleep(0.05)
     os.kill(folder.pid(), signal.SIGKILL)
-    thread.join(5)
-    assert took
-    assert took[0] < 2
+    thread.join(NEVER)
+    assert took[0] < 15
 
 
 def test_a_stopped_server_loses_nothing_and_doubles_nothing(folder: Folder) -> None:
@@ -111,10 +110,13 @@ def test_a_stopped_server_loses_nothing_and_doubles_nothing(folder: Folder) -> N
         with pytest.raises(Unavailable):
             handler.reserve(keys[4:6], 100)
         start = time.monotonic()
-        for call in (lambda: handler.reserve(keys[4:6], 100), lambda: handler.acquire(keys, leading=True)):
+        for call in (
+            lambda: handler.reserve(keys[4:6], 100, timeout=30),
+            lambda: handler.acquire(keys, leading=True, timeout=30),
+        ):
             with pytest.raises(Unavailable):
                 call()
-        assert time.monotonic() - start < 0.3, "known to be away: not even one deadline is waited for"
+        assert time.monotonic() - start < 15, "known to be away: not even one deadline is waited for"
         handler.release(lease)
         time.sleep(1.5)
     finally:
@@ -210,7 +212,7 @@ def test_another_protocol_version_is_refused_with_both_named(serve: Any, connect
     start = time.monotonic()
     with pytest.raises(VersionMismatch, match=rf"99.*{PROTOCOL_VERSION}"):
         connect()
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 8, "the server is waited for ten"
 
 
 def test_a_real_server_refuses_another_version(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +225,7 @@ def test_a_real_server_refuses_another_version(folder: Folder, monkeypatch: pyte
 def test_an_absent_server_is_found_when_it_comes(serve: Any, connect: Any) -> None:
     start = time.monotonic()
     handler = connect(connect_timeout=0.2)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 8, "unless told otherwise it is ten"
     assert not handler.is_up
     with pytest.raises(Unavailable, match="maru serve"):
         handler.store("a", b"b")
@@ -393,10 +395,7 @@ def test_a_server_on_tcp_is_used_the_same_way(maru_server: Any) -> None:
         assert found is not None
         assert bytes(found.view) == b"over tcp"
         server.kill()
-        start = time.monotonic()
-        while handler.is_up:
-            assert time.monotonic() - start < 3
-            time.sleep(0.01)
+        eventually(lambda: not handler.is_up)
         with pytest.raises(Unavailable):
             handler.store("b", b"1")
 

@@ -171,11 +171,15 @@ def test_one_that_is_slow_now_and_then_stays(every: int, stays: bool, region: Re
     assert (count == 200) == stays == (host.hint_health()["it"]["off"] == "")
 
 
-def test_what_ends_one_plugin_leaves_the_others(region: Region) -> None:
+def test_what_ends_one_plugin_leaves_the_others(region: Region, clock: Clock) -> None:
     seen: list[int] = []
+
+    def hang() -> None:
+        clock.now += 0.3
+
     plugins = {
         "first": plugin("maru_before_read", lambda: seen.append(1)),
-        "bad": plugin("maru_before_read", lambda: time.sleep(0.3)),
+        "bad": plugin("maru_before_read", hang),
         "last": plugin("maru_before_read", lambda: seen.append(2)),
     }
     host = PluginHost.with_plugins(plugins, limits=LIMITS)

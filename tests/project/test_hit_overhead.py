@@ -105,7 +105,7 @@ def test_a_bus_moves_what_it_is_given_and_takes_its_time() -> None:
     copies = [ChunkCopy(chunk=index, first=0, last=1, buffer=memoryview(b"")) for index in range(5)]
     began = time.perf_counter()
     load = bus.prepare_load([], copies)
-    assert time.perf_counter() - began < 0.04
+    assert bus.log == []
     assert load.run(Brake(), 1) == 5
     bus.store([], copies[:2])
     assert inner.moved == 7

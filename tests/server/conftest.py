@@ -17,6 +17,7 @@ from attrs import define
 
 from maru_core.access import ClientKeys
 from tests.server.raw import RawClient
+from tests.waiting import NEVER
 
 
 @define
@@ -53,7 +54,7 @@ def start_server(runtime_dir: Path) -> Iterator[Callable[..., Server]]:
         log.close()
         started.append(process)
         assert process.stdout is not None
-        assert select.select([process.stdout], [], [], 20)[0], "the server did not come up"
+        assert select.select([process.stdout], [], [], NEVER)[0], "the server did not come up"
         url = process.stdout.readline().decode().strip()
         if not url:
             raise AssertionError((runtime_dir / "server.log").read_text())

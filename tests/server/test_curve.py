@@ -176,7 +176,7 @@ def test_key_files_that_come_and_go_count_without_a_restart(keyed, connect, runt
 
     eventually(shut_out)
     assert not served(connect, server, known["free"])
-    assert served(connect, server, late)
+    eventually(lambda: served(connect, server, late))
     (folder / "late.pub").write_text("nonsense")
     eventually(lambda: not served(connect, server, late))
 

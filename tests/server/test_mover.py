@@ -154,7 +154,7 @@ def test_the_end_does_not_wait_for_what_is_left(upper_and_lower, monkeypatch):
     assert copied.wait(10)
     begin = time.monotonic()
     mover.close()
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < 10, "all of it takes twenty"
     assert not any(lower.buffer[2 * SLICE :])
 
 

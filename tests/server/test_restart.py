@@ -447,7 +447,7 @@ def test_the_pages_of_a_dead_client_wait_for_its_devices(start_server, connect, 
     eventually(lambda: capacity(watcher)["quarantined"] == 3 * 4096)
     took = eventually(lambda: capacity(watcher)["free"] == capacity(watcher)["capacity"])
     assert took + (time.monotonic() - start) > 1.0
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 30
 
 
 def test_another_set_of_pools_starts_cold(start_server, connect):

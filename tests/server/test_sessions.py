@@ -15,7 +15,7 @@ import pytest
 from maru_core.protocol import Op, ReserveStatus
 from tests.server.fakes import FileBackend
 from tests.server.raw import RawClient, Refused, keys, u64
-from tests.waiting import eventually
+from tests.waiting import NEVER, eventually
 
 HOLDER = """
 import os, sys, zmq
@@ -258,7 +258,7 @@ def test_an_idle_server_ends(start_server, connect):
     time.sleep(1.6)
     assert server.process.poll() is None
     client.call(Op.BYE)
-    assert server.process.wait(5) == 0
+    assert server.process.wait(NEVER) == 0
 
 
 @pytest.mark.slow

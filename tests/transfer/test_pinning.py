@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from structlog.testing import capture_logs
 
 from maru_core.contracts import MemorySpan
-from maru_transfer import memlock
+from maru_transfer import memlock, pinning
 from maru_transfer.cuda_driver import (
     ALREADY_REGISTERED,
     INVALID_VALUE,
@@ -34,7 +34,7 @@ from maru_transfer.held import HeldTransfer
 from maru_transfer.memlock import memlock_hint
 from maru_transfer.pinned_pieces import BUSY, PIECE, STARTING, Bounds, Pace, cut, piece_end, whole_pages
 from maru_transfer.pinning import PinnedPools, address_of
-from tests.waiting import eventually
+from tests.waiting import NEVER, eventually
 
 PAGE = resource.getpagesize()
 SMALL = 4 * MIB
@@ -143,6 +143,26 @@ def test_what_was_registered_before_a_failure_stays(region: FakeRegion, code: in
     assert driver.faults == []
 
 
+def test_a_failure_is_seen_with_its_reason_only(region: FakeRegion, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes to put that together."""
+    asked, gate = threading.Event(), threading.Event()
+
+    def explain(problem: Exception, size: int) -> str:
+        asked.set()
+        gate.wait(NEVER)
+        return "no more"
+
+    monkeypatch.setattr(pinning, "_explain", explain)
+    pools = pools_of(FakeDriver({1: DriverError(OUT_OF_MEMORY, "")}))
+    with capture_logs() as logs:
+        pools.region_mapped(region)
+        assert asked.wait(NEVER)
+        assert (pools.stats()["state"], pools.stats()["reason"]) == ("registering", "")
+        gate.set()
+        assert (settled(pools)["state"], pools.stats()["reason"], len(logs)) == ("partly", "no more", 1)
+    pools.close()
+
+
 def test_when_nothing_of_the_kind_can_be_registered_all_is_given_back(region: FakeRegion) -> None:
     driver = FakeDriver({2: DriverError(NOT_PERMITTED, "not permitted")})
     pools = pools_of(driver)
@@ -241,8 +261,8 @@ def test_a_failing_unregistration_does_not_keep_the_rest(region: FakeRegion) -> 
 
     driver.unregister = refuse_first  # type: ignore[method-assign]
     pools.close()
+    eventually(lambda: driver.closed == 1)
     assert driver.registered == {}
-    assert driver.closed == 1
     assert failed
 
 
@@ -267,7 +287,7 @@ def test_an_engine_uses_what_is_registered_while_the_rest_still_is(region: FakeR
 def test_a_piece_is_registered_when_its_pages_are_there(region: FakeRegion) -> None:
     """Page faults under the driver's lock would hold the engine up ten times as long."""
     gate = threading.Event()
-    region.populate = lambda offset, length: gate.wait(10)  # type: ignore[assignment, method-assign]
+    region.populate = lambda offset, length: gate.wait(NEVER)  # type: ignore[assignment, method-assign]
     driver = FakeDriver()
     pools = pools_of(driver)
     pools.region_mapped(region)
@@ -310,7 +330,7 @@ def test_pieces_are_small_from_the_engines_first_step_on(large: FakeRegion) -> N
 def test_an_engine_that_begins_to_work_while_pages_are_populated_gets_small_pieces(large: FakeRegion) -> None:
     """What was planned as a large piece is not registered as one."""
     gate, at_work = threading.Event(), threading.Event()
-    large.populate = lambda offset, length: offset >= PIECE and gate.wait(10)  # type: ignore[assignment, method-assign]
+    large.populate = lambda offset, length: offset >= PIECE and gate.wait(NEVER)  # type: ignore[assignment, method-assign]
     driver = FakeDriver()
     pools = PinnedPools(driver.open, busy=at_work.is_set, pause=0)
     pools.region_mapped(large)
@@ -345,7 +365,7 @@ def test_without_being_told_an_engine_counts_as_working(large: FakeRegion) -> No
 
 def test_unmapping_does_not_wait_for_pages(region: FakeRegion) -> None:
     gate = threading.Event()
-    region.populate = lambda offset, length: gate.wait(10)  # type: ignore[assignment, method-assign]
+    region.populate = lambda offset, length: gate.wait(NEVER)  # type: ignore[assignment, method-assign]
     driver = FakeDriver()
     pools = pools_of(driver)
     pools.region_mapped(region)
@@ -364,9 +384,9 @@ def test_closing_ends_after_the_piece_that_is_under_way(region: FakeRegion) -> N
     eventually(lambda: bool(driver.calls))
     threading.Timer(0.1, gate.release).start()
     pools.close()
+    eventually(lambda: driver.closed == 1)
     assert len(driver.calls) == 1
     assert driver.registered == {}
-    assert driver.closed == 1
     assert driver.faults == []
     pools.region_mapped(region)
     assert len(driver.calls) == 1, "closed is closed"
@@ -382,7 +402,7 @@ def test_closing_does_not_wait_for_a_driver_that_hangs(region: FakeRegion) -> No
     start = time.monotonic()
     pools.region_unmapping(region)
     pools.close()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     region.close()
     assert is_mapped(address, 10 * MIB), "the driver still works on it"
     gate.release()
@@ -420,7 +440,7 @@ def test_unmapping_does_not_wait_for_a_slow_driver(region: FakeRegion) -> None:
     undo = driver.unregister
 
     def slow(address: int, length: int) -> None:
-        gate.wait(10)
+        gate.wait(NEVER)
         undo(address, length)
 
     driver.unregister = slow  # type: ignore[method-assign]
@@ -430,7 +450,7 @@ def test_unmapping_does_not_wait_for_a_slow_driver(region: FakeRegion) -> None:
     start = time.monotonic()
     pools.region_unmapping(region)
     region.close()
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 20
     assert driver.registered
     gate.set()
     eventually(lambda: pools.stats()["state"] == "no pool")
@@ -466,7 +486,7 @@ def test_a_transfer_holds_while_it_copies(region: FakeRegion) -> None:
     assert seen[0][:3] == ("load", [1], [])
     assert seen[0][3] >= 3
     assert seen[1:] == [("store", [2], []), "closed"]
-    assert driver.closed == 1
+    eventually(lambda: driver.closed == 1)
 
 
 def test_a_forked_child_unregisters_nothing(region: FakeRegion) -> None:

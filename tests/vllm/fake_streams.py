@@ -15,6 +15,7 @@ from typing import Any
 from attrs import define, field
 
 from maru_core.geometry import ChunkCopy
+from tests.waiting import NEVER
 
 
 @define(eq=False)
@@ -164,7 +165,7 @@ class QueuedLoad:
             self.device.queue(self.events[layer])
 
     def finish(self) -> None:
-        assert self.may_finish.wait(10)
+        assert self.may_finish.wait(NEVER)
         self.device.reach(self.stream)
 
     def cancel(self) -> None:

@@ -16,6 +16,7 @@ from attrs import define, field
 from maru_core.brake import Brake, Pull
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
+from tests.waiting import NEVER
 
 
 @define(eq=False)
@@ -217,6 +218,22 @@ class SlowLoad:
                     self._done = layer + 1
                     self._turn.notify_all()
             transfer.pace.calls.append("layers end")
+
+
+class Permits:
+    """A pause that lets so many layers pass, and the others when it is told to. ``begun``: those that came to it."""
+
+    def __init__(self, layers: int) -> None:
+        self.begun = 0
+        self._permits = threading.Semaphore(layers)
+
+    def __call__(self) -> None:
+        self.begun += 1
+        assert self._permits.acquire(timeout=NEVER)
+
+    def let(self, layers: int) -> None:
+        """So many more."""
+        self._permits.release(layers)
 
 
 def sleeping(seconds: Callable[[], float]) -> Callable[[], None]:

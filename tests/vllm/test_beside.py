@@ -18,6 +18,7 @@ from maru_integrations.vllm.worker import Threads
 from tests.vllm.fake_store import FakeHandler, FakeStore
 from tests.vllm.mini_engine import BLOCK, CHUNK, Engine, check_store, reference
 from tests.vllm.test_connector import PARKED, keys_of, prompt, settled, warm
+from tests.waiting import NEVER
 
 EngineOn = Callable[..., Engine]
 LATER = {"maru_async_store": True}
@@ -34,7 +35,7 @@ class Gate:
             store.before_write = self._wait
 
     def _wait(self) -> None:
-        assert self._open.wait(10)
+        assert self._open.wait(NEVER)
 
     def open(self) -> None:
         self._open.set()
@@ -265,7 +266,7 @@ def test_preemption_stops_stores_before_blocks_are_given_away(
     store, reserve, opened = FakeStore(), FakeHandler.reserve, threading.Event()
 
     def held_up(*args: Any, **kwargs: Any) -> Any:
-        assert opened.wait(10)
+        assert opened.wait(NEVER)
         return reserve(*args, **kwargs)
 
     monkeypatch.setattr(FakeHandler, "reserve", held_up)

@@ -83,8 +83,8 @@ class World:
         self.received: list[str] = []
         self.failed: set[int] = set()
         self.late = 0
-        #: How far the clock of both threads is ahead, in seconds.
-        self.ahead = 0.0
+        #: The time of both threads, in seconds: it passes when a test says so.
+        self.now = 1000.0
 
     def transfer(self) -> SlowTransfer:
         return SlowTransfer(self.caches, PAGED, STORED, self.pace)
@@ -100,7 +100,7 @@ class World:
             settings.pop("lane", None) or HostLane(),
             LoaderSettings(num_layers=LAYERS, **settings),
             late,
-            lambda: time.monotonic() + self.ahead,
+            lambda: self.now,
         )
 
     def saver(self, **settings: Any) -> Saver:
@@ -110,7 +110,7 @@ class World:
             self.answers,
             HostLane(),
             SaverSettings(1 << 20, **settings),
-            lambda: time.monotonic() + self.ahead,
+            lambda: self.now,
         )
 
     def put(self, number: int) -> None:
@@ -187,7 +187,7 @@ def closing(world: World, *threads: Any) -> Iterator[None]:
     finally:
         world.pace.pause = lambda: None
         for thread in threads:
-            assert thread.close()
+            assert thread.close(NEVER)
 
 
 class Odd(BaseException):
@@ -288,15 +288,17 @@ def test_a_thread_that_dies_is_noticed_and_replaced(world: World) -> None:
 def test_a_copy_that_does_not_return_is_told_and_keeps_only_its_own_request(world: World) -> None:
     """R026: its blocks may still be written to, so they stay; whoever waits behind it is recomputed in time."""
     gate = threading.Event()
-    world.pace.pause = lambda: [None, gate.wait(10)][0]
+    world.pace.pause = lambda: [None, gate.wait(NEVER)][0]
     loader = world.loader()
     with closing(world, loader), capture_logs() as logs:
-        loader.submit([world.load(1, 1, deadline=0.05), world.load(2, 2, deadline=0.05)])
+        loader.submit([world.load(1, 1, deadline=5.0), world.load(2, 2, deadline=5.0)])
+        eventually(lambda: world.pace.calls)
+        world.now += 6
         world.until(loads=1, poll=loader.poll)
         assert world.heard.loads == [LoadResult(2, 0, LATE)]
         assert world.failed == {2}
         assert not [entry for entry in logs if entry["event"] == "maru.load_stuck"], "it may be about to return"
-        world.ahead = 3
+        world.now += 3
         loader.poll()
         loader.poll()
         assert loader.close(0.05) is False
@@ -311,12 +313,12 @@ def test_a_copy_that_does_not_return_is_told_and_keeps_only_its_own_request(worl
 def test_a_copy_that_is_seen_late_and_returns_is_not_called_stuck(world: World) -> None:
     """An engine that was busy for longer than the deadline says nothing about the copy."""
     gate = threading.Event()
-    world.pace.pause = lambda: [None, gate.wait(10)][0]
+    world.pace.pause = lambda: [None, gate.wait(NEVER)][0]
     loader = world.loader()
     with closing(world, loader), capture_logs() as logs:
         loader.submit([world.load(1, 1, deadline=5.0)])
         eventually(lambda: world.pace.calls)
-        world.ahead = 60
+        world.now += 60
         loader.poll()
         gate.set()
         world.until(loads=1, poll=loader.poll)
@@ -374,7 +376,7 @@ class Planning(Plain):
 
         def run(brake: Brake, least: int) -> int:
             self.events.append(("begins", first))
-            assert self.gate.wait(10)
+            assert self.gate.wait(NEVER)
             self.load(block_ids, copies)
             self.events.append(("ends", first))
             return len(copies)
@@ -412,7 +414,7 @@ class PlanningLayers(Planning):
             load = self._begin(block_ids, copies)
 
             def finish() -> None:
-                assert self.gate.wait(10)
+                assert self.gate.wait(NEVER)
                 load.finish()
                 self.events.append(("ends", first))
 
@@ -470,7 +472,7 @@ def test_a_load_that_is_late_between_its_plan_and_its_turn_lets_go(world: World,
     with closing(world, loader):
         loader.submit([world.load(1, 1), world.load(2, 2, deadline=5.0), world.load(3, 3)])
         planning.until("planned", 2)
-        world.ahead = 60
+        world.now += 60
         planning.gate.set()
         world.until(loads=3)
     assert world.heard.loads == [LoadResult(1, 1), LoadResult(2, 0, LATE), LoadResult(3, 1)]
@@ -565,7 +567,7 @@ def test_a_copy_is_told_to_stop_when_its_load_is_cancelled(world: World) -> None
     loader = world.loader()
     with closing(world, loader):
         loader.submit([world.load(1, 1, 2, 3)])
-        assert begun.wait(10)
+        assert begun.wait(NEVER)
         loader.cancel([1])
         world.until(loads=1)
         assert told.is_set()
@@ -575,7 +577,7 @@ def test_a_copy_is_told_to_stop_when_its_load_is_cancelled(world: World) -> None
 
 def test_aborted_loads_stop_soon_and_are_answered_once(world: World) -> None:
     gate = threading.Event()
-    world.pace.pause = lambda: [None, gate.wait(10)][0]
+    world.pace.pause = lambda: [None, gate.wait(NEVER)][0]
     loader = world.loader(piece_bytes=STORED.nbytes)
     with closing(world, loader):
         loader.submit([world.load(1, 1, 2, 3), world.load(2, 4)])
@@ -602,7 +604,7 @@ def test_an_engine_that_cannot_load_by_layer_is_told_once_and_loads_in_pieces(wo
 
 def test_a_failure_after_the_release_is_never_silent(world: World) -> None:
     gate, turns = threading.Event(), iter(range(100))
-    world.pace.pause = lambda: [None, next(turns) and gate.wait(10)][0]
+    world.pace.pause = lambda: [None, next(turns) and gate.wait(NEVER)][0]
     loader = world.loader(release_after=1)
     with closing(world, loader):
         op = world.load(1, 1, 2, overlap=True)
@@ -638,7 +640,7 @@ def test_one_store_that_fails_leaves_the_others_alone(world: World, error: BaseE
 
 def test_more_than_may_wait_is_dropped_from_the_end(world: World, capsys) -> None:
     gate = threading.Event()
-    world.pace.pause = lambda: [None, gate.wait(10)][0]
+    world.pace.pause = lambda: [None, gate.wait(NEVER)][0]
     saver = Saver(lambda: world.link, SHAPE, world.answers, HostLane(), SaverSettings(3 * STORED.nbytes))
     with closing(world, saver):
         saver.submit([world.save(number, number) for number in range(1, 7)], 0)
@@ -658,7 +660,7 @@ def test_preemption_at_every_stage(world: World, stage: str) -> None:
 
     def hold(*_: Any) -> None:
         reached.set()
-        assert gate.wait(10)
+        assert gate.wait(NEVER)
 
     saver = world.saver(drain_seconds=0.05 if stage == "copying too long" else 10)
     with closing(world, saver):
@@ -679,7 +681,7 @@ def test_preemption_at_every_stage(world: World, stage: str) -> None:
 
                 object.__setattr__(world.link, "handler", _With(world.handler, name, held))
         saver.submit(ops, 0)
-        assert reached.wait(10)
+        assert reached.wait(NEVER)
         if stage == "copying":
             threading.Timer(0.05, gate.set).start()
         saver.preempt(["victim"])

@@ -27,7 +27,7 @@ from tests.vllm.lives import check_answers, live, make_texts
 from tests.vllm.mini_engine import CHUNK, Engine
 from tests.vllm.slow_transfer import Pace, SlowTransfer
 from tests.vllm.test_connector import prompt, settled
-from tests.waiting import eventually
+from tests.waiting import NEVER, eventually
 
 EngineOn = Callable[..., Engine]
 
@@ -150,7 +150,7 @@ def test_two_engines_and_a_server_in_trouble(folder: Folder, engine_on: EngineOn
         start = time.monotonic()
         engine.side.shutdown()
         engine.worker.shutdown()
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 20
     eventually(lambda: watcher.server_stats()["sessions"] == 1)
     assert watcher.server_stats()["counters"]["internal_errors"] == 0
 
@@ -187,7 +187,7 @@ def test_an_engine_that_ends_with_loads_and_stores_under_way_leaves_nothing_behi
     eventually(lambda: watcher.server_stats()["sessions"] == 1)
     second = engine()
     gate = threading.Event()
-    pace.pause = lambda: [None, gate.wait(20)][0]
+    pace.pause = lambda: [None, gate.wait(NEVER)][0]
     for number in range(4):
         second.add(f"l{number}", prompt(190, number), max_tokens=1)
         second.add(f"s{number}", prompt(190, number + 10), max_tokens=1)
@@ -203,7 +203,7 @@ def test_an_engine_that_ends_with_loads_and_stores_under_way_leaves_nothing_behi
     start = time.monotonic()
     for side in sides:
         side.shutdown()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
 
     def idle() -> bool:
         try:

@@ -30,10 +30,10 @@ from maru_integrations.vllm.worker import MaruWorker, Threads
 from tests.vllm.fake_store import FakeStore
 from tests.vllm.lives import check_answers, evict, live, make_texts
 from tests.vllm.mini_engine import Engine, check_store, reference
-from tests.vllm.slow_transfer import BrakedTransfer, Pace, SlowTransfer, sleeping
+from tests.vllm.slow_transfer import BrakedTransfer, Pace, Permits, SlowTransfer, sleeping
 from tests.vllm.test_connector import keys_of, prompt, settled, warm
-from tests.vllm.test_loader_saver import PAGED, SHAPE, STORED, World, _With, closing, key
-from tests.waiting import eventually
+from tests.vllm.test_loader_saver import LAYERS, PAGED, SHAPE, STORED, World, _With, closing, key
+from tests.waiting import NEVER, eventually
 
 EngineOn = Callable[..., Engine]
 
@@ -57,7 +57,7 @@ class Hang:
     def __call__(self, *_: Any) -> None:
         if self.on:
             self.reached.set()
-            assert self._open.wait(20)
+            assert self._open.wait(NEVER)
 
     def let_go(self) -> None:
         self.on = False
@@ -72,7 +72,7 @@ def hang() -> Iterator[Hang]:
 
 
 def pass_time(world: World, seconds: float, *threads: Any) -> None:
-    world.ahead += seconds
+    world.now += seconds
     for thread in threads:
         thread.poll()
 
@@ -109,17 +109,17 @@ def hang_in(world: World, hang: Hang, stage: str) -> None:
 def test_a_store_that_hangs_gives_its_blocks_back_and_keeps_only_itself(world: World, hang: Hang, stage: str) -> None:
     """From the commit on the bytes are those of the blocks when these were its own; before, nothing is committed."""
     hang_in(world, hang, stage)
-    saver = world.saver(piece_bytes=2 * STORED.nbytes)
+    saver = world.saver(piece_bytes=2 * STORED.nbytes, drain_seconds=30.0)
     with closing(world, saver), capture_logs() as logs:
         world.answers.hold(["a", "b"])
         saver.submit([world.save(1, 1, 2, 3), world.save(2, 4, request="b")], 0)
-        assert hang.reached.wait(10)
-        for seconds in (29.0, 2.0, 0.5):  # then it is told to stop, and has a second to do so
+        assert hang.reached.wait(NEVER)
+        for seconds in (29.0, 2.0, 15.0):  # then it is told to stop, and has thirty to do so
             pass_time(world, seconds, saver)
             world.take()
             assert not world.heard.stored
             assert not world.sent
-        pass_time(world, 0.6, saver)
+        pass_time(world, 16.0, saver)
         world.take()
         assert sorted(world.sent) == ["a", "b"]
         assert world.heard.stored == [StoreResult(1, 0, LATE), StoreResult(2, 0, LATE)]
@@ -128,7 +128,7 @@ def test_a_store_that_hangs_gives_its_blocks_back_and_keeps_only_itself(world: W
         start = time.monotonic()
         saver.submit([world.save(3, 5, request="c")], 0)
         saver.preempt(["a", "b", "c"])
-        assert time.monotonic() - start < 0.9, "nobody waits for it"
+        assert time.monotonic() - start < 20, "nobody waits for it"
         pass_time(world, 100.0, saver)
         world.take()
         assert world.heard.stored[2:] == [StoreResult(3, 0, LATE)]
@@ -152,17 +152,17 @@ def test_a_store_that_hangs_gives_its_blocks_back_and_keeps_only_itself(world: W
 
 def test_a_store_that_is_late_and_stops_keeps_what_it_has(world: World) -> None:
     """It is slow, not stuck: nothing is said, the rest is not stored, and the next one goes on."""
-    world.pace.pause = sleeping(lambda: 0.02)
+    world.pace.pause = permits = Permits(3 * LAYERS - 1)
     world.link.storing = BrakedTransfer(world.caches, PAGED, STORED, world.pace)
-    saver = world.saver(timeout=0.5)
+    saver = world.saver(drain_seconds=NEVER)
     with closing(world, saver), capture_logs() as logs:
         saver.submit([world.save(1, *range(1, 31)), world.save(2, 31)], 0)
+        eventually(lambda: permits.begun == 3 * LAYERS)
+        pass_time(world, 31.0, saver)
+        permits.let(32 * LAYERS)
         world.until(stores=2, poll=saver.poll)
-    late, following = world.heard.stored
-    assert late.reason == LATE
-    assert 0 < late.kept < 30
-    assert following == StoreResult(2, 1)
-    assert [world.is_stored(number) for number in range(1, 32)] == [n <= late.kept or n == 31 for n in range(1, 32)]
+    assert world.heard.stored == [StoreResult(1, 3, LATE), StoreResult(2, 1)]
+    assert [world.is_stored(number) for number in range(1, 32)] == [n <= 3 or n == 31 for n in range(1, 32)]
     assert not logs
 
 
@@ -171,7 +171,7 @@ def test_without_a_limit_blocks_are_kept_for_as_long_as_it_takes(world: World, h
     saver = world.saver(timeout=0.0)
     with closing(world, saver):
         saver.submit([world.save(1, 1)], 0)
-        assert hang.reached.wait(10)
+        assert hang.reached.wait(NEVER)
         for _ in range(3):
             pass_time(world, 1e6, saver)
         world.take()
@@ -191,20 +191,20 @@ def test_an_engine_ends_in_bounded_time_whatever_hangs(world: World, hang: Hang,
     worker.connect()
     world.pace.pause = hang
     saver.submit([world.save(1, 1), world.save(2, 2)], 0)
-    assert hang.reached.wait(10)
+    assert hang.reached.wait(NEVER)
     if answered:
         for _ in range(2):
             pass_time(world, 40.0, saver)
     start = time.monotonic()
     worker.close()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     assert not world.link.stores.closed  # type: ignore[attr-defined]
     assert world.handler.closed
     thread = saver._thread
     assert thread is not None
     with capture_logs() as logs:
         hang.let_go()
-        thread.join(10)
+        thread.join(NEVER)
     assert not thread.is_alive()
     assert [entry["event"] for entry in logs] == (["maru.store_returned"] if answered else [])
     world.take()
@@ -228,7 +228,7 @@ def test_a_load_that_hangs_keeps_only_blocks_that_it_may_write_to(world: World, 
     loader = world.loader()
     with closing(world, loader), capture_logs() as logs:
         loader.submit([world.load(1, 1, 2, deadline=10.0)])
-        assert hang.reached.wait(10)
+        assert hang.reached.wait(NEVER)
         pass_time(world, 11.0, loader)
         loader.submit([world.load(2, 3, deadline=10.0)])
         pass_time(world, 1.9, loader)
@@ -243,7 +243,7 @@ def test_a_load_that_hangs_keeps_only_blocks_that_it_may_write_to(world: World, 
         pass_time(world, 100.0, loader)
         hang.let_go()
         world.until(loads=3)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + NEVER
         count = 3
         while LoadResult(count, 1) not in world.heard.loads:  # it is noticed with the next step
             assert time.monotonic() < deadline
@@ -258,21 +258,21 @@ def test_a_load_that_hangs_keeps_only_blocks_that_it_may_write_to(world: World, 
 
 
 class Clock:
-    """That of the threads, which goes faster while an engine waits for something that hangs."""
+    """That of the threads: it goes on with the steps of an engine that waits for something that hangs."""
 
-    ahead = 0.0
+    now = 1000.0
 
     def __call__(self) -> float:
-        return time.monotonic() + self.ahead
+        return self.now
 
 
 def steps_until(engine: Engine, what: Callable[[], bool], clock: Clock | None = None) -> None:
     """With a ``clock``, each step takes a second."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + NEVER
     while not what():
         engine.step()
         if clock is not None:
-            clock.ahead += 1.0
+            clock.now += 1.0
         assert time.monotonic() < deadline, engine.scheduler.get_request_counts()
 
 
@@ -333,8 +333,8 @@ def test_blocks_that_a_hung_load_may_write_to_are_nobody_elses(engine_on: Engine
     steps_until(engine, lambda: all(len(engine.answers[name]) == 3 for name in others), clock)
     if aborted:
         engine.abort("hit")
-    end = clock.ahead + 60
-    steps_until(engine, lambda: clock.ahead > end, clock)
+    end = clock.now + 60
+    steps_until(engine, lambda: clock.now > end, clock)
     assert engine.free_blocks() == 31 - 6, "the six that are loaded"
     assert not engine.answers["hit"]
     engine.scheduler.reset_prefix_cache()
@@ -423,10 +423,10 @@ def test_a_server_that_hangs_is_waited_for_no_longer_than_one_request_may_take(
         start = time.monotonic()
         saver.submit([world.save(1, 1)], 0)
         world.until(stores=1, poll=saver.poll)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 20
         assert world.heard.stored == [StoreResult(1, 0, UNAVAILABLE)]
         os.kill(server.pid, signal.SIGCONT)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + NEVER
         number = 1
         while world.heard.stored[-1] != StoreResult(number, 1):
             assert time.monotonic() < deadline, world.heard.stored
