@@ -276,9 +276,31 @@ def test_the_runtime_folder_is_the_operators_or_the_users() -> None:
     assert config().runtime_path.startswith("/tmp/maru-")
 
 
+#: Of which many a setting takes some.
+WORDS = [
+    "",
+    "0",
+    "1",
+    "-1",
+    "0.5",
+    "4G",
+    "9" * 500,
+    "none",
+    "auto",
+    "on",
+    "a,b",
+    "/tmp",
+    "cpu",
+    "mixed",
+    "nan",
+    "tcp://*:1",
+]
+
+
 @given(
     st.sampled_from(KEYS),
-    st.none()
+    st.sampled_from([*WORDS, 0, 1, 256, 1 << 40, 0.5])
+    | st.none()
     | st.booleans()
     | st.integers()
     | st.floats()

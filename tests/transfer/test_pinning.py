@@ -709,10 +709,11 @@ class Life(RuleBasedStateMachine):
     def what_is_relied_on_is_registered(self) -> None:
         if not self.count:
             return
-        relied = set(self.covered()).union(*(pages for _, pages in self.holds))
-        registered = set()
-        for start, length in list(self.driver.registered.items()):
-            registered.update(range(start, start + length, PAGE))
+        with self.pools.held():  # otherwise it may be given back between the two looks
+            relied = set(self.covered()).union(*(pages for _, pages in self.holds))
+            registered = set()
+            for start, length in list(self.driver.registered.items()):
+                registered.update(range(start, start + length, PAGE))
         assert relied <= registered
         assert self.driver.faults == []
 
