@@ -17,10 +17,13 @@ PROFILES = {"quick": 25, "full": 100}
 
 
 def register() -> None:
-    """Make the profiles known and choose the quick one; the command line chooses later."""
+    """Make the profiles known and choose the quick one; the command line chooses later.
+
+    None has a deadline: how long an example takes is the machine's business. A failure says how it is seen again.
+    """
     if settings is not None:
         for name, count in PROFILES.items():
-            settings.register_profile(name, max_examples=count)
+            settings.register_profile(name, max_examples=count, deadline=None, print_blob=True)
         settings.load_profile("quick")
 
 

@@ -84,7 +84,7 @@ def test_1_a_request_that_is_executed_late_never_mixes_two_keys(folder: Folder, 
     overwrote it: the first key returned the second's bytes. Here few objects fit, so pages are reused at once.
     """
     # With the whole pool as share, leases that are still on their way back cannot turn a read into a miss.
-    handler = folder.connect(pool_size="1M", request_timeout=0.2, lease_share=1)
+    handler = folder.connect(pool_size="1M", request_timeout=1.0, lease_share=1)
     server, size = folder.pid(), 300_000
     for turn in range(3):
         first, others = f"first{turn}", [f"other{turn}-{number}" for number in range(4)]
