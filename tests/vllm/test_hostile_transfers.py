@@ -467,7 +467,7 @@ def test_lives_with_an_engine_that_raises_everywhere(
         engine = engine_on(store, extra=extra, threads=bool(extra), transfer=moody, max_seqs=4)
         free = engine.free_blocks()
         prompts = live(engine, rng, texts, 80, lambda _: None, hooks=0.9)
-        engine.run(3000, seconds=3.0)
+        engine.run(3000)
         whole = check_answers(engine, prompts)
         engine.poisoned.clear()  # computed on a load that failed in the same step, and computed again
         settled(engine, free)

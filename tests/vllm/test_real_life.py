@@ -133,7 +133,7 @@ def test_two_engines_and_a_server_in_trouble(folder: Folder, engine_on: EngineOn
             trouble.keys += keys.object_keys(0, len(text) // CHUNK)
         prompts = live(engine, rng, texts, 120, partial(trouble.make, engine), hooks=0.8)
         trouble.end()
-        engine.run(5000, seconds=5.0)  # a store may be waiting for a server that is gone
+        engine.run(5000)  # a store may be waiting for a server that is gone
         check_answers(engine, prompts)
         engine.poisoned.clear()
         settled(engine, free)

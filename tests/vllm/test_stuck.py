@@ -384,7 +384,7 @@ def test_lives_in_which_copies_hang(
             prompts = live(
                 engine, rng, texts, 150, lambda dice, engine=engine: evict(engine, rng) if dice < 0.5 else None
             )
-            engine.run(3000, seconds=5.0)
+            engine.run(3000)
             saver = engine.worker._worker._saver
             steps_until(engine, lambda saver=saver: saver._queue.stuck is None)
             whole = check_answers(engine, prompts)

@@ -25,6 +25,7 @@ from tests.vllm.lives import check_answers, drop_lost, evict, live, lose, make_t
 from tests.vllm.mini_engine import CHUNK, LAYERS, Engine, check_store, reference
 from tests.vllm.slow_transfer import BrakedTransfer, Pace, SlowTransfer, sleeping
 from tests.vllm.test_connector import keys_of, prompt, settled, warm
+from tests.waiting import NEVER
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +69,7 @@ def threaded(engine_on: EngineOn, store: FakeStore, knobs: dict[str, Any], pace:
         assert not [thread for thread in threading.enumerate() if thread.name in ("maru-load", "maru-store")]
 
 
-def finish(engine: Engine, seconds: float = 30) -> None:
+def finish(engine: Engine, seconds: float = NEVER) -> None:
     """Step until nothing is under way on either side."""
     deadline = time.monotonic() + seconds
     side = engine.side._scheduler
@@ -81,7 +82,7 @@ def finish(engine: Engine, seconds: float = 30) -> None:
     engine.step()
 
 
-def until(engine: Engine, what: Callable[[], bool], seconds: float = 10) -> None:
+def until(engine: Engine, what: Callable[[], bool], seconds: float = NEVER) -> None:
     deadline = time.monotonic() + seconds
     while not what():
         engine.step()
