@@ -218,10 +218,31 @@ class MaruScheduler:
 
     def plan_stores(self, output: Any) -> list[StoreOp]:
         """Follow the step's block tables and pick the chunks that are handed over for when it has run."""
+        # First, because whatever goes wrong afterwards must not leave a table behind that lacks this step's blocks, nor
+        # a store that goes on reading what was taken away.
+        scheduled = self._follow(output)
         # With loads under way their ends are worth looking for.
         self._matcher.new_step(idle=not output.num_scheduled_tokens and not len(self._loads))
         for request_id in self._ahead.take_old(self._clock()):
             self._forget_question(request_id)
+        self._measure_step(scheduled)
+        ops: list[StoreOp] = []
+        try:
+            for item in scheduled:
+                op = self._plan_store(*item)
+                if op is not None:
+                    ops.append(op)
+        except BaseException:
+            # None of them reaches a worker, so none would ever be answered.
+            for op in ops:
+                self._stores.ended(StoreResult(op.store_id, 0, ERROR))
+            raise
+        if ops:
+            self._stats.count("stores", len(ops))
+        return ops
+
+    def _follow(self, output: Any) -> list[tuple[RequestState, int, int]]:
+        """Take over what the step does to block tables; who is scheduled, with computed and scheduled tokens."""
         preempted = self._preemptions.take(output, self._states)
         if preempted:
             self._take_away(preempted)
@@ -242,23 +263,9 @@ class MaruScheduler:
                 ids = compat.group_block_ids(fresh)[0]
                 state.blocks = ids if compat.resumed(cached, index) else state.blocks + ids
             scheduled.append((state, cached.num_computed_tokens[index], self._scheduled(output, request_id)))
-        self._measure_step(scheduled)
         for state, computed, count in scheduled:
             self._bad.overwrite(state.blocks, computed, computed + count)
-        ops: list[StoreOp] = []
-        try:
-            for item in scheduled:
-                op = self._plan_store(*item)
-                if op is not None:
-                    ops.append(op)
-        except BaseException:
-            # None of them reaches a worker, so none would ever be answered.
-            for op in ops:
-                self._stores.ended(StoreResult(op.store_id, 0, ERROR))
-            raise
-        if ops:
-            self._stats.count("stores", len(ops))
-        return ops
+        return scheduled
 
     def _take_away(self, preempted: Sequence[str]) -> None:
         """These requests have lost their blocks. One of them may have been given new ones in the same step."""

@@ -71,6 +71,7 @@ def request(name: str) -> Any:
         prompt_token_ids=tokens,
         all_token_ids=tokens,
         num_tokens=200,
+        num_prompt_tokens=200,
         pooling_params=None,
     )
 

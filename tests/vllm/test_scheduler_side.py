@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -67,6 +68,17 @@ class Side:
         step = output()
         step.preempted_req_ids = {name}
         self.side.plan_stores(step)
+
+
+def later(**scheduled: tuple[list[int], int, int]) -> Any:
+    """A step of requests that ran before: blocks that are new, computed tokens, scheduled tokens."""
+    step = output()
+    cached = step.scheduled_cached_reqs
+    cached.req_ids = list(scheduled)
+    cached.new_block_ids = [(blocks,) for blocks, _, _ in scheduled.values()]
+    cached.num_computed_tokens = [computed for _, computed, _ in scheduled.values()]
+    step.num_scheduled_tokens = {name: count for name, (_, _, count) in scheduled.items()}
+    return step
 
 
 def test_the_object_that_failed_is_not_promised_again_wherever_its_load_began() -> None:
@@ -217,3 +229,29 @@ def test_who_could_load_nothing_keeps_its_share_until_it_runs() -> None:
     assert world.side.match(first, 0) == (0, False)
     world.side.after_alloc(first, Table(1), 0)
     assert world.side.match(second, 0) == (CHUNKS * CHUNK, True)
+
+
+@pytest.mark.parametrize("part", ["_matcher.new_step", "_ahead.take_old", "_measure_step", "_plan_store"])
+def test_a_step_whose_plan_fails_leaves_no_gap_in_a_block_table(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else later blocks would be taken for those that are missing, and stored under the keys of others."""
+    world, name = Side(stores_later=True), request("a")
+    world.side._state(name)
+    world.side.plan_stores(output(a=([11], 0, 16)))
+    owner, _, method = part.rpartition(".")
+    kind = type(getattr(world.side, owner) if owner else world.side)
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, method, Mock(side_effect=RuntimeError))
+        with pytest.raises(RuntimeError):
+            world.side.plan_stores(later(a=([12], 16, 16)))
+    blocks = list(range(13, 24))
+    (op,) = world.side.plan_stores(later(a=(blocks, 32, 168)))
+    assert list(op.chunks) == list(range(CHUNKS))
+    assert list(op.blocks) == [11, 12, *blocks[:10]]
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, method, Mock(side_effect=RuntimeError))
+        step = output(b=([1], 0, 1))
+        world.side._state(request("b"))
+        step.preempted_req_ids = {"a"}
+        with pytest.raises(RuntimeError):
+            world.side.plan_stores(step)
+    assert world.side.take_preempted() == ["a"], "its store would read what is somebody else's"
