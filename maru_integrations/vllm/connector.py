@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -257,18 +258,24 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._at_work.set()
         metadata = self._metadata()
         if metadata is not None and self._worker is not None:
-            self._guard.run("begin", lambda: None, self._worker.begin, metadata, compat.runs_layer_hooks)
+            self._guard.run("begin", lambda: None, self._worker.begin, metadata, self._has_layer_hooks)
+
+    def _has_layer_hooks(self) -> bool:
+        """Whether the step need not wait for all layers now; it does where that cannot be found out."""
+        return self._guard.run("layer_hooks", lambda: False, compat.runs_layer_hooks)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Do this step's loads, or hand them to the loader."""
         metadata = self._metadata()
         if metadata is None or not metadata.loads:
             return
-        if self._worker is not None:
-            self._worker.load(metadata.loads)
-            return
+        worker = self._worker
         for op in metadata.loads:
-            self._answers.load_ended(op, 0, op.blocks, UNAVAILABLE)
+            if worker is None:
+                self._answers.load_ended(op, 0, op.blocks, UNAVAILABLE)
+            else:
+                # Each alone: one that raises was not taken over, so it would never be answered.
+                self._guard.run("load", partial(worker.fail_load, op), worker.load, op)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for this layer of requests that went on before all of it was loaded."""

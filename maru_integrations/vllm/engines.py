@@ -7,12 +7,12 @@ from attrs import define
 from maru_core import logs
 from maru_core.config import MaruConfig
 from maru_core.contracts import TransferEngine
-from maru_core.errors import TransferError
+from maru_core.errors import Unavailable
 from maru_core.host import PluginHost
 from maru_transfer.selection import Choice, Pages, choose
 
 
-class NoEngine(TransferError):
+class NoEngine(Unavailable):
     """By its settings this engine has nothing that moves its pages; to try again is of no use."""
 
 

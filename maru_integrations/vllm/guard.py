@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from maru_core import logs
 from maru_core.errors import MaruError
+from maru_core.foreign import show
 
 T = TypeVar("T")
 
@@ -32,5 +33,5 @@ class Guard:
                 if isinstance(error, MaruError):  # says all there is to say
                     self._log.warning("maru.hook_failed", hook=hook, error=str(error))
                 else:
-                    self._log.error("maru.hook_failed", hook=hook, error=str(error), exc_info=True)
+                    self._log.error("maru.hook_failed", hook=hook, error=show(error), exc_info=True)
             return fallback()

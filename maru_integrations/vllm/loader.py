@@ -16,6 +16,7 @@ from maru_core import logs
 from maru_core.brake import Brake
 from maru_core.contracts import LayeredLoad, LoadsByLayer, PreparedCopies, PreparedLayeredLoad
 from maru_core.errors import BackendError, TransferError, Unavailable
+from maru_core.foreign import show
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape, chunks_of, failed_blocks, problem_of
 from maru_integrations.vllm.loadqueue import Ended, LoadJob, LoadQueue, cut
@@ -105,11 +106,14 @@ class Loader:
         """Load these when their turn comes, after what the calling thread's stream was told so far."""
         if not ops:
             return
+        why = "the thread that loads has been ended" if self._closing else ""
         try:
             fence = self._lane.fence()
         except Exception as error:  # noqa: BLE001 - the device's; whatever it is, these loads failed
+            why = f"no event of the device: {error}"
+        if why:
             for op in ops:
-                self._refuse(op, f"no event of the device: {error}", UNAVAILABLE)
+                self._refuse(op, why, UNAVAILABLE)
             return
         for op in ops:
             problem = problem_of(op, self._shape)
@@ -293,7 +297,7 @@ class Loader:
         try:
             tried, good = self._move(job, beside)
         except BaseException as error:  # noqa: BLE001 - whatever it is, this load failed and the next ones go on
-            why = f"{type(error).__name__}: {error}"
+            why = show(error)
             # Then the objects are not at fault.
             reason = UNAVAILABLE if isinstance(error, Unavailable | BackendError) else ""
         if tried:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
 from attrs import define, frozen
@@ -18,7 +18,7 @@ from maru_core.errors import TransferError
 from maru_core.foreign import pass_interrupt, show
 from maru_core.geometry import ChunkCopy, ObjectLayout
 from maru_core.protocol import CommitStatus, ReserveStatus
-from maru_integrations.vllm.copies import ChunkShape, StoreItems, load_copies, store_copies
+from maru_integrations.vllm.copies import ChunkShape, StoreItems, chunks_of, load_copies, store_copies
 from maru_integrations.vllm.metadata import NO_ROOM, PREEMPTED, REFUSED, UNAVAILABLE, LoadOp
 from maru_transfer.helpers import share
 from maru_transfer.prepared import prepare, prepare_layers
@@ -55,49 +55,41 @@ class Link:
         return self.storing or self.transfer
 
     def close(self) -> None:
-        """Let go of the pages, unmap, end the session.
-
-        What a transfer raises is told. Whether it still copies is not known then, so its session is kept.
-        """
-        closed = True
-        for transfer in (self.storing, self.transfer):
-            try:
-                if transfer is not None:
-                    transfer.close()
-            except BaseException as error:  # noqa: BLE001 - a plugin's code, see pass_interrupt
-                pass_interrupt(error)
-                closed = False
-                logs.get_logger(__name__).warning(
-                    "maru.transfer_not_closed",
-                    transfer=type(transfer).__name__,
-                    error=show(error),
-                    effect="session and memory are kept until the process ends",
-                )
-        self.handler.close(may_end=closed)
+        """Let go of the pages, unmap, end the session; which is kept when a transfer could not be closed."""
+        self.handler.close(may_end=close_all((self.storing, self.transfer)))
 
     def abandon(self) -> None:
         """A copy has not returned: what it touches stays mapped, and this session's, until the process ends."""
         self.handler.close(may_end=False)
 
 
-def at_once() -> AbstractContextManager[bool]:
-    """Nobody else is to be asked: for copies that the step waits for."""
-    return nullcontext(True)
+def close_all(transfers: Iterable[Transfer | None]) -> bool:
+    """Have transfers let go of their pages. When one raises, that is told, and False: it may still copy."""
+    closed = True
+    for transfer in transfers:
+        try:
+            if transfer is not None:
+                transfer.close()
+        except BaseException as error:  # noqa: BLE001 - a plugin's code, see pass_interrupt
+            pass_interrupt(error)
+            closed = False
+            logs.get_logger(__name__).warning(
+                "maru.transfer_not_closed",
+                transfer=type(transfer).__name__,
+                error=show(error),
+                effect="session and memory are kept until the process ends",
+            )
+    return closed
 
 
-def fetch(link: Link, op: LoadOp, shape: ChunkShape, chunks: range, copying: Copying = at_once) -> int:
-    """Copy ``chunks`` (counted from the load's first) into their blocks.
+def fetch(link: Link, op: LoadOp, shape: ChunkShape) -> int:
+    """Copy a whole load into its blocks, in the step that waits for it.
 
-    Returns how many of their objects, from the front, are there and proven after the copy to be those that were
-    granted. Raises MaruError; then none of them is.
+    Returns how many of its objects, from the front, are there and proven after the copy to be those that were granted.
+    Raises MaruError; then none of them is.
     """
-    objects = shape.objects_of(chunks)
-    part = slice(objects.start, objects.stop)
-    located = link.handler.adopt(op.epoch, op.entries[part], op.generations[part], op.lengths[part], op.keys[part])
-    copies = load_copies(op, shape, chunks, located.views())
-    with located.reading(), copying() as allowed:
-        if not allowed:
-            return 0
+    located, copies = _find(link, op, shape, range(chunks_of(op, shape)))
+    with located.reading():
         link.transfer.load(tuple(op.blocks), copies)
     return leading(located.check())
 
@@ -124,7 +116,7 @@ class Planned(Generic[LoadT]):
 
 
 def plan(link: Link, op: LoadOp, shape: ChunkShape, chunks: range) -> Planned[PreparedCopies]:
-    """Plan what :func:`fetch` does. Any thread. Raises MaruError."""
+    """Plan a load of ``chunks`` (counted from its first) into their blocks. Any thread. Raises MaruError."""
     located, copies = _find(link, op, shape, chunks)
     # Which blocks failed is looked up afterwards: what a plugin gets is its own.
     load = prepare(link.transfer, tuple(op.blocks), copies)
@@ -154,7 +146,7 @@ def carry_out(
     beside: ThreadPoolExecutor,
     begun: Callable[[], None],
 ) -> tuple[int, int]:
-    """As :func:`fetch`, but it ends early when ``brake`` is pulled; with Pull.YIELD not before ``least`` objects.
+    """Do what was planned. Ends early when ``brake`` is pulled; with Pull.YIELD not before ``least`` objects.
 
     Objects are looked at by ``beside`` while they are copied: they cannot change meanwhile without losing their
     generation, which is looked at afterwards. ``begun``: called before the copy. Returns how many objects, from the

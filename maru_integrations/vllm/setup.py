@@ -24,7 +24,7 @@ from maru_integrations.vllm.engines import EngineChooser
 from maru_integrations.vllm.identity import namespace_of
 from maru_integrations.vllm.layout import describe_layout
 from maru_integrations.vllm.loader import LoaderSettings
-from maru_integrations.vllm.moving import Link
+from maru_integrations.vllm.moving import Link, close_all
 from maru_integrations.vllm.saver import SaverSettings
 from maru_integrations.vllm.streams import lane_for
 from maru_integrations.vllm.worker import Threads
@@ -223,6 +223,5 @@ def open_link(
         handler = connect(plan, "worker", device.type, pools, engine.name)
         return Link(handler, opened[0], plan.stored, opened[1] if len(opened) > 1 else None, engine.name)
     except BaseException:
-        for transfer in opened:
-            transfer.close()
+        close_all(opened)
         raise

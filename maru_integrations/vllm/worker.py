@@ -117,10 +117,19 @@ class MaruWorker:
         self._patience = Patience()
 
     def connect(self) -> Link:
-        """Map the pool and bind the KV tensors; raises MaruError. Tried again by the first step that needs it."""
+        """Map the pool and bind the KV tensors. Tried again by the first step that needs it.
+
+        Raises Unavailable or BackendError, whatever a plugin raised: the objects are not at fault.
+        """
         with self._connecting:
             if self._link is None:
-                self._link = self._opener()
+                try:
+                    self._link = self._opener()
+                except (Unavailable, BackendError):
+                    raise
+                except BaseException as error:
+                    pass_interrupt(error)
+                    raise Unavailable(f"this worker cannot move bytes: {show(error)}") from error
             return self._link
 
     # -- the step begins -------------------------------------------------------------------------------------------
@@ -161,23 +170,29 @@ class MaruWorker:
 
     # -- loads -----------------------------------------------------------------------------------------------------
 
-    def load(self, loads: Sequence[LoadOp]) -> None:
-        """Load, or have loaded; what could not be copied is reported, never raised."""
-        if self._loader is not None:
-            self._loader.submit([op for op in loads if op.parked])
-            loads = [op for op in loads if not op.parked]
-        for op in loads:
-            good, reason = 0, ""
-            try:
-                good = self._load(op)
-            except BaseException as error:  # noqa: BLE001 - whatever it is, the scheduler must hear that this load failed
-                pass_interrupt(error)
-                reason = UNAVAILABLE if isinstance(error, Unavailable | BackendError) else ""
-                self._log.warning("maru.load_error", request=op.request_id, error=show(error))
-            failed = failed_blocks(op, self._shape, good)
-            if failed:
-                self._load_failed = True
-            self._answers.load_ended(op, good, failed, reason)
+    def load(self, op: LoadOp) -> None:
+        """Load, or have loaded; what could not be copied is reported."""
+        if self._loader is not None and op.parked:
+            self._loader.submit([op])
+            return
+        good, reason = 0, ""
+        try:
+            good = self._load(op)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the scheduler must hear that this load failed
+            pass_interrupt(error)
+            reason = UNAVAILABLE if isinstance(error, Unavailable | BackendError) else ""
+            self._log.warning("maru.load_error", request=op.request_id, error=show(error))
+        self._load_ended(op, good, reason)
+
+    def fail_load(self, op: LoadOp) -> None:
+        """Report a load as failed that :meth:`load` did not take over."""
+        self._load_ended(op, 0, UNAVAILABLE)
+
+    def _load_ended(self, op: LoadOp, good: int, reason: str) -> None:
+        failed = failed_blocks(op, self._shape, good)
+        if failed:
+            self._load_failed = True
+        self._answers.load_ended(op, good, failed, reason)
 
     def _load(self, op: LoadOp) -> int:
         start = time.perf_counter()
@@ -185,7 +200,7 @@ class MaruWorker:
         if problem is not None:
             raise TransferError(problem)
         chunks = chunks_of(op, self._shape)
-        good = fetch(self.connect(), op, self._shape, range(chunks))
+        good = fetch(self.connect(), op, self._shape)
         took = time.perf_counter() - start
         self._answers.loads_took(chunks * self._shape.nbytes, took)
         if self._log_timing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from structlog.testing import capture_logs
@@ -11,6 +12,8 @@ from structlog.testing import capture_logs
 pytest.importorskip("vllm")
 
 from maru_core.keys import KeyChain
+from maru_integrations.vllm import compat
+from maru_integrations.vllm.metadata import MaruConnectorMetadata
 from tests.vllm.fake_store import FakeStore
 from tests.vllm.mini_engine import BLOCK, CHUNK, HEADS, SIZE, Engine, chain, check_store, reference
 
@@ -648,7 +651,7 @@ def test_internal_faults_are_misses(
         engine.run()
         assert engine.answers["r"] == reference(tokens, 3), name
         assert engine.free_blocks() == free
-    for name in ("_load", "_store"):
+    for name in ("load", "_load", "_store"):
         engine = engine_on(store, extra=extra)
         monkeypatch.setattr(engine.worker._worker, name, boom)
         engine.add("r", tokens)
@@ -659,6 +662,26 @@ def test_internal_faults_are_misses(
     engine.add("r", tokens)
     engine.run()
     assert engine.answers["r"] == reference(tokens, 3)
+
+
+def test_where_nobody_knows_of_layer_hooks_none_are_counted_on(
+    engine_on: EngineOn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then a step waits for all layers before it begins, whatever comes later."""
+    worker, asked = engine_on(FakeStore()).worker, []
+
+    class Begun:
+        def begin(self, metadata: Any, has_hooks: Callable[[], bool]) -> None:
+            asked.append(has_hooks())
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(compat, "runs_layer_hooks", Mock(side_effect=AttributeError("injected")))
+    worker._worker = Begun()  # type: ignore[assignment]
+    worker.bind_connector_metadata(MaruConnectorMetadata())
+    worker.clear_connector_metadata()
+    assert asked == [False]
 
 
 def test_the_chain_of_the_model_depends_on_all_tokens() -> None:

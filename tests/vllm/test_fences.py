@@ -71,7 +71,8 @@ class World:
         self.worker.preempt(message)
         self.worker.begin(message, has_hooks=lambda: True)
         forward()
-        self.worker.load(message.loads)
+        for op in message.loads:
+            self.worker.load(op)
         self.worker.store(message)
         self.answers.hold(message.held)
         self.worker.end()

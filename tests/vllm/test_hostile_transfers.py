@@ -17,8 +17,9 @@ from structlog.testing import capture_logs
 
 pytest.importorskip("vllm")
 
-from maru_core.errors import TransferError
+from maru_core.errors import TransferError, Unavailable
 from maru_integrations.vllm.answers import Answers
+from maru_integrations.vllm.guard import Guard
 from maru_integrations.vllm.loader import LoaderSettings
 from maru_integrations.vllm.metadata import (
     CANCELLED,
@@ -100,6 +101,47 @@ def test_what_cannot_be_ordered_after_the_step_is_not_copied(world: World) -> No
     assert world.heard.loads == [LoadResult(1, 0, UNAVAILABLE)]
     assert world.heard.stored == [StoreResult(1, 0, ERROR)]
     assert not world.pace.calls
+
+
+def test_what_comes_after_the_end_of_the_thread_is_answered(world: World) -> None:
+    loader = world.loader()
+    assert loader.close() is True
+    loader.submit([world.load(1, 1)])
+    world.take()
+    assert world.heard.loads == [LoadResult(1, 0, UNAVAILABLE)]
+    assert world.failed == {1}
+
+
+class Unspeakable(RuntimeError):
+    """An error whose text cannot be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("injected")
+
+
+def test_an_error_without_a_text_fails_its_own_load_only(world: World) -> None:
+    loader = world.loader()
+    with closing(world, loader):
+        world.pace.failures.append(Unspeakable())
+        loader.submit([world.load(1, 1), world.load(2, 2)])
+        world.until(loads=2, poll=loader.poll)
+    assert world.heard.loads == [LoadResult(1, 0), LoadResult(2, 1)]
+    assert Guard("worker").run("hook", lambda: "fine", Mock(side_effect=Unspeakable())) == "fine"
+
+
+@pytest.mark.parametrize("error", [*ERRORS, SystemExit("injected"), Unavailable("injected")], ids=repr)
+def test_a_worker_that_cannot_connect_blames_no_object(world: World, error: BaseException) -> None:
+    """Whatever a plugin raises while it is opened: it is tried again, and the objects stay good for a promise."""
+    link = Mock(side_effect=[error, error, world.link])
+    worker = MaruWorker(link, world.answers, SHAPE, threads=Threads(HostLane, loads=LoaderSettings()))
+    with pytest.raises(Unavailable, match="injected"):
+        worker.connect()
+    worker.load(world.load(1, 1))
+    world.until(loads=1)
+    worker.load(evolve(world.load(2, 2), parked=False))
+    world.take()
+    assert world.heard.loads == [LoadResult(1, 0, UNAVAILABLE), LoadResult(2, 1)]
+    worker.close()
 
 
 class Layers:
@@ -258,7 +300,7 @@ def test_an_engine_may_do_what_it_likes_with_its_arguments(world: World) -> None
     with closing(world, loader, saver):
         loader.submit(ops[:1])
         world.until(loads=1, poll=loader.poll)
-        worker.load([evolve(ops[1], parked=False)])
+        worker.load(evolve(ops[1], parked=False))
         world.until(loads=2)
         saver.submit([evolve(world.save(3, 11, 12, 13), blocks=[11, 12, 13])], 0)
         world.until(stores=1, poll=saver.poll)
@@ -337,7 +379,7 @@ def test_within_a_step_nothing_that_a_transfer_raises_reaches_vllm(
     worker = MaruWorker(lambda: world.link, Answers(), SHAPE)
     world.pace.failures.append(error)
     if what == "load":
-        worker.load([world.load(1, 1)])
+        worker.load(world.load(1, 1))
         worker._answers.take_finished()
         assert worker._answers.take_failed_blocks() == {1}
     else:

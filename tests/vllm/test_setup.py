@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from attrs import evolve
@@ -26,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from maru_core.config import MaruConfig
-from maru_core.errors import ConfigError, MaruError
+from maru_core.errors import BackendError, ConfigError, MaruError
 from maru_core.pools import granule_for
 from maru_integrations.vllm import compat, setup, support
 from maru_integrations.vllm.compat import KVGeometry
@@ -504,6 +505,20 @@ def test_threads_beside_the_steps_get_a_transfer_of_their_own(
     assert (link.storing is None) is (transfers == 1)
     assert link.stores is (link.storing or link.transfer)
     assert [entry["count"] for entry in logs if entry["event"] == "maru.transfers"] == ([2] if transfers == 2 else [])
+
+
+def test_a_link_that_fails_says_why_also_when_what_was_opened_cannot_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves = Moves()
+    moves.close = Mock(side_effect=SystemExit("injected"))  # type: ignore[method-assign]
+    monkeypatch.setattr(setup.PluginHost, "discover", lambda plugins: moves)
+    monkeypatch.setattr(setup, "connect", Mock(side_effect=BackendError("no such pool")))
+    config = MaruConfig(pin_pools=False, async_load=True)
+    plan: Any = SimpleNamespace(plugins=None, stored="stored", config=config)
+    layers = [SimpleNamespace(device=torch.device("cuda", 0))]
+    with capture_logs() as logs, pytest.raises(BackendError, match="no such pool"):
+        setup.open_link(plan, cast(Any, "paged"), layers, EngineChooser(), lambda: True)
+    assert moves.close.call_count == 2
+    assert [entry["transfer"] for entry in logs if entry["log_level"] == "warning"] == ["Moves"] * 2
 
 
 def test_only_engines_with_a_gpu_register_pools_and_not_when_told_not_to() -> None:
