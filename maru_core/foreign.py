@@ -6,7 +6,9 @@ methods of storage backends, which servers and clients call while they start or 
 
 from __future__ import annotations
 
+import signal
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -26,9 +28,19 @@ Backends = Callable[[str], StorageBackend]
 
 
 def pass_interrupt(error: BaseException) -> None:
-    """Raise a real KeyboardInterrupt again. A subclass, like SystemExit, is a plugin's own doing."""
-    if type(error) is KeyboardInterrupt:
+    """Raise again what is to end the process: a real KeyboardInterrupt, or what a handler of SIGINT or SIGTERM raised.
+
+    Engines end by a SystemExit of such a handler, which comes once. Any other, like a subclass of KeyboardInterrupt, is
+    a plugin's own doing.
+    """
+    if type(error) is KeyboardInterrupt or _came_by_signal(error):
         raise error
+
+
+def _came_by_signal(error: BaseException) -> bool:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    codes = [code for code in (getattr(handler, "__code__", None) for handler in handlers) if code is not None]
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def show(error: BaseException) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,6 +80,24 @@ def test_a_real_interrupt_and_the_backends_own_errors_pass() -> None:
             call(backend(method, interrupt))
         with pytest.raises(BackendError, match="no device"):
             call(backend(method, refuse))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_a_signal_handler_raises_passes_and_a_plugins_exit_does_not(number: int) -> None:
+    """vLLM's workers end by a SystemExit of their handler, which is raised once, in whatever runs just then."""
+
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit
+
+    before = signal.signal(number, end)
+    try:
+        for method, call in CALLS.items():
+            with pytest.raises(SystemExit):
+                call(backend(method, lambda *arguments: signal.raise_signal(number)))
+            with pytest.raises(BackendError, match="SystemExit"):
+                call(backend(method, lambda *arguments: sys.exit(3)))
+    finally:
+        signal.signal(number, before)
 
 
 def test_what_is_right_passes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -385,6 +386,28 @@ def test_within_a_step_nothing_that_a_transfer_raises_reaches_vllm(
     else:
         worker.store(MaruConnectorMetadata(stores=[evolve(world.save(0, 1), asynchronous=False)]))
         assert not world.store.objects, "the reservation is given back"
+    worker.close()
+
+
+@pytest.mark.parametrize("what", ["load", "store"])
+def test_a_signal_that_ends_the_worker_is_not_taken_for_a_failed_copy(world: World, what: str) -> None:
+    """vLLM raises SystemExit once, in whatever runs when SIGTERM comes: a step that went on would never end."""
+
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit
+
+    worker = MaruWorker(lambda: world.link, Answers(), SHAPE)
+    load, store = evolve(world.load(1, 1), parked=False), evolve(world.save(0, 2), asynchronous=False)
+    step = (
+        partial(worker.load, load) if what == "load" else partial(worker.store, MaruConnectorMetadata(stores=[store]))
+    )
+    world.pace.pause = lambda: signal.raise_signal(signal.SIGTERM)
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with pytest.raises(SystemExit):
+            step()
+    finally:
+        signal.signal(signal.SIGTERM, before)
     worker.close()
 
 
