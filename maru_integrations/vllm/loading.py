@@ -78,9 +78,11 @@ class Loads:
                 stopped.append(load.request_id)
         return stopped
 
-    def step_planned(self) -> None:
-        """All loads so far go to the workers with this step."""
+    def step_planned(self) -> list[Outstanding]:
+        """All loads so far go to the workers with this step; those that are new, in their order."""
+        new = [load for load_id, load in self._outstanding.items() if load_id > self._planned]
         self._planned = self._ids
+        return new
 
     def depart(self, request_id: str, blocks: list[int]) -> None:
         """The request is gone: nobody waits for its load, which still has to be answered."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from attrs import define, field
@@ -49,7 +50,7 @@ class RequestState:
     chunks that came out of the pool in this life. ``asked``: the pool was asked and had nothing, until the request
     starts over; ``passed_over``: it was not asked, because the server counts as away. ``failed``: a load failed; the
     same hit answered again would livelock, so it gets none. ``tainted``: some of its KV is older than a reset or was
-    computed on a failed load, so nothing is stored until it starts over.
+    computed on a failed load, so nothing is stored until it starts over; ``outdated``: it is older than a reset.
     """
 
     request: Any
@@ -63,6 +64,7 @@ class RequestState:
     passed_over: bool = False
     failed: bool = False
     tainted: bool = False
+    outdated: bool = False
     #: It reads a block that holds undefined KV, and vLLM is told so.
     told_undefined: bool = False
 
@@ -71,6 +73,11 @@ class RequestState:
         """Whether something was computed or loaded for it in this life."""
         return bool(self.blocks or self.known) or self.failed
 
+    def outdate(self, blocks: Sequence[int]) -> None:
+        """Some of its KV is older than a reset. ``blocks``: its table, which is not known while it is parked."""
+        self.tainted = self.outdated = True
+        self.blocks = self.blocks or list(blocks)
+
     def start_over(self) -> None:
         """Forget what depends on blocks: they were taken away (preemption)."""
         self.blocks = []
@@ -78,6 +85,7 @@ class RequestState:
         self.known = range(0)
         self.asked = False
         self.tainted = False
+        self.outdated = False
         self.told_undefined = False
 
 

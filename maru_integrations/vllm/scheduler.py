@@ -13,7 +13,7 @@ from maru_core.namespace import Namespace
 from maru_integrations.vllm import compat, support
 from maru_integrations.vllm.ahead import Ahead
 from maru_integrations.vllm.breaker import Breaker
-from maru_integrations.vllm.loading import Loads
+from maru_integrations.vllm.loading import Loads, Outstanding
 from maru_integrations.vllm.matching import Matcher
 from maru_integrations.vllm.metadata import ERROR, LoadOp, LoadResult, MaruWorkerMetadata, StoreOp, StoreResult
 from maru_integrations.vllm.parking import Parking
@@ -246,7 +246,7 @@ class MaruScheduler:
         preempted = self._preemptions.take(output, self._states)
         if preempted:
             self._take_away(preempted)
-        self._loads.step_planned()
+        planned = self._loads.step_planned()
         scheduled: list[tuple[RequestState, int, int]] = []
         for new in output.scheduled_new_reqs:
             state = self._states.get(new.req_id)
@@ -265,7 +265,21 @@ class MaruScheduler:
             scheduled.append((state, cached.num_computed_tokens[index], self._scheduled(output, request_id)))
         for state, computed, count in scheduled:
             self._bad.overwrite(state.blocks, computed, computed + count)
+        if any(state.outdated for state in self._states.values()):
+            self._outdate_sharers(planned, scheduled)
         return scheduled
+
+    def _outdate_sharers(
+        self, planned: Sequence[Outstanding], scheduled: Sequence[tuple[RequestState, int, int]]
+    ) -> None:
+        """Who reads blocks of an outdated request is outdated, too: vLLM's cache had them again after the reset."""
+        old = {block for state in self._states.values() if state.outdated for block in state.blocks}
+        reads = [(self._states.get(load.request_id), load.blocks, load.first) for load in planned]
+        reads += [(state, state.blocks, computed) for state, computed, _ in scheduled]
+        for state, blocks, tokens in reads:
+            if state is not None and not old.isdisjoint(blocks[: -(-tokens // self._settings.block_size)]):
+                state.outdate(blocks)
+                old.update(blocks)
 
     def _take_away(self, preempted: Sequence[str]) -> None:
         """These requests have lost their blocks. One of them may have been given new ones in the same step."""
@@ -273,6 +287,8 @@ class MaruScheduler:
         self._preempted += dict.fromkeys(stopped)  # each once
         for request_id in preempted:
             state = self._states.get(request_id)
+            if state is not None and state.outdated:
+                self._forget_cached(state.blocks)
             if self._loads.of(request_id) is not None and state is not None:
                 known = state.known
                 state.start_over()
@@ -405,6 +421,8 @@ class MaruScheduler:
         if state is not None:
             self._matcher.drop(state)
             self._loads.depart(request_id, state.blocks)
+            if state.outdated:
+                self._forget_cached(state.blocks)
 
     def hold(self, request_id: str) -> bool:
         """Whether blocks of a request that has finished must be kept; if so, the workers report when no longer."""
@@ -435,8 +453,12 @@ class MaruScheduler:
         for request_id, state in self._states.items():
             self._matcher.drop(state)
             state.asked = False
-            if state.has_kv or self._loads.of(request_id) is not None:
-                state.tainted = True
+            load = self._loads.of(request_id)
+            if state.has_kv or load is not None:
+                state.outdate(load.blocks if load is not None else ())
+        if self._block_pool is not None:
+            # vLLM keeps all of it when any request has blocks.
+            self._forget_cached(range(self._block_pool.num_gpu_blocks))
         self._stores.forget_keys()
         return self._resets.reset()
 

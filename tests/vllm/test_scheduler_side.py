@@ -255,3 +255,21 @@ def test_a_step_whose_plan_fails_leaves_no_gap_in_a_block_table(part: str, monke
         with pytest.raises(RuntimeError):
             world.side.plan_stores(step)
     assert world.side.take_preempted() == ["a"], "its store would read what is somebody else's"
+
+
+def test_who_goes_on_after_a_reset_leaves_nothing_in_vllms_cache() -> None:
+    """Neither when it ends nor when it loses its blocks, in which case it starts over with the new weights."""
+    world, pool = Side(), Pool()
+    world.side.bind_block_pool(pool)
+    for name, blocks in (("a", [11, 12, 13]), ("b", [21, 22, 23])):
+        world.side._state(request(name))
+        world.side.plan_stores(output(**{name: (blocks, 0, 40)}))
+    assert world.side.reset()
+    assert pool.evicted == set(range(1, 100)), "also what others have left there"
+    pool.evicted.clear()
+    world.side.plan_stores(later(a=([14], 40, 24), b=([24], 40, 24)))
+    world.preempt("a")
+    assert pool.evicted == {11, 12, 13, 14}
+    world.side.finished(request("b"))
+    assert pool.evicted == {11, 12, 13, 14, 21, 22, 23, 24}
+    assert chunks_of(world.side.plan_stores(output(a=([5, 6], 0, 32)))) == [[0]]

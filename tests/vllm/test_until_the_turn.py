@@ -15,8 +15,9 @@ from maru_core.client import Lease
 from maru_core.errors import StaleEpoch
 from maru_core.protocol import Presence
 from maru_integrations.vllm import questions
+from tests.vllm import mini_engine
 from tests.vllm.fake_store import FakeHandler, FakePending, FakeStore
-from tests.vllm.mini_engine import CHUNK, Engine, reference
+from tests.vllm.mini_engine import CHUNK, Engine, check_store, reference
 from tests.vllm.test_connector import keys_of, prompt, settled, warm
 
 EngineOn = Callable[..., Engine]
@@ -206,5 +207,59 @@ def test_who_was_parked_before_a_reset_is_not_stored(engine_on: EngineOn, steps:
     engine.run()
     assert engine.answers["b"] == reference(tokens, 3)
     assert not any(key in store.objects for key in keys_of(engine, tokens))
+    engine.poisoned.clear()
+    settled(engine, 63)
+
+
+def new_weights(patch: pytest.MonkeyPatch) -> None:
+    """The model computes other KV from now on."""
+    one, several = mini_engine.kv_of, mini_engine.kv_of_all
+    patch.setattr(mini_engine, "kv_of", lambda value: one(value * 3 + 1))
+    patch.setattr(mini_engine, "kv_of_all", lambda values: several([value * 3 + 1 for value in values]))
+
+
+@pytest.mark.parametrize("rival", [False, True], ids=["alone", "with a rival"])
+@pytest.mark.parametrize("extra", [{}, {"maru_async_load": True}], ids=["sync", "parked"])
+@pytest.mark.parametrize(("before", "after"), [(1, 0), (4, 0), (4, 1), (4, 3), (8, 0), (8, 2), (8, 40)])
+def test_what_vllm_keeps_of_the_old_weights_is_never_stored(
+    engine_on: EngineOn,
+    monkeypatch: pytest.MonkeyPatch,
+    before: int,
+    after: int,
+    extra: dict[str, Any],
+    rival: bool,
+) -> None:
+    """R011: vLLM does not empty its own cache while a request runs, and others find there what that one goes on with.
+
+    ``before`` the reset the request has run so many steps and ``after`` it as many; the rival computes the same prompt
+    with the new weights meanwhile.
+    """
+    store, tokens, gone = FakeStore(), prompt(200), prompt(90, 7)
+    engine = engine_on(store, budget=48, extra=extra)
+    engine.add("gone", gone, max_tokens=1)
+    engine.run()
+    engine.add("old", tokens, max_tokens=20)
+    for _ in range(before):
+        engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True) is False
+    new_weights(monkeypatch)
+    if rival:
+        engine.add("rival", tokens[:120], max_tokens=1)
+    for _ in range(after):
+        engine.step()
+    engine.add("b", tokens)
+    engine.add("c", gone)
+    engine.step()
+    engine.step()
+    engine.add("d", tokens)
+    engine.run()
+    engine.add("e", tokens)
+    engine.run()
+    check_store(store, [tokens, gone], lambda text: keys_of(engine, text))
+    assert "c" not in engine.poisoned
+    other = engine_on(store, extra=extra)
+    other.add("e", tokens)
+    other.run()
+    assert other.answers["e"] == reference(tokens, 3)
     engine.poisoned.clear()
     settled(engine, 63)
