@@ -80,9 +80,10 @@ class Loads:
 
     def step_planned(self) -> list[Outstanding]:
         """All loads so far go to the workers with this step; those that are new, in their order."""
-        new = [load for load_id, load in self._outstanding.items() if load_id > self._planned]
-        self._planned = self._ids
-        return new
+        before, self._planned = self._planned, self._ids
+        if before == self._ids:
+            return []
+        return [load for load_id, load in self._outstanding.items() if load_id > before]
 
     def depart(self, request_id: str, blocks: list[int]) -> None:
         """The request is gone: nobody waits for its load, which still has to be answered."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from attrs import define, field
@@ -45,8 +44,8 @@ class Hit:
 class RequestState:
     """One live request.
 
-    ``chain`` is ``None`` when its KV cannot be identified. ``blocks``: its block table, as of the last step that
-    scheduled it. ``next_chunk``: first chunk that has not been handed to a worker for storing in this life; ``known``:
+    ``chain`` is ``None`` when its KV cannot be identified. ``blocks``: its block table, as of the last load or
+    step of it. ``next_chunk``: first chunk that has not been handed to a worker for storing in this life; ``known``:
     chunks that came out of the pool in this life. ``asked``: the pool was asked and had nothing, until the request
     starts over; ``passed_over``: it was not asked, because the server counts as away. ``failed``: a load failed; the
     same hit answered again would livelock, so it gets none. ``tainted``: some of its KV is older than a reset or was
@@ -73,10 +72,9 @@ class RequestState:
         """Whether something was computed or loaded for it in this life."""
         return bool(self.blocks or self.known) or self.failed
 
-    def outdate(self, blocks: Sequence[int]) -> None:
-        """Some of its KV is older than a reset. ``blocks``: its table, which is not known while it is parked."""
+    def outdate(self) -> None:
+        """Some of its KV is older than a reset."""
         self.tainted = self.outdated = True
-        self.blocks = self.blocks or list(blocks)
 
     def start_over(self) -> None:
         """Forget what depends on blocks: they were taken away (preemption)."""

@@ -13,7 +13,7 @@ from maru_core.namespace import Namespace
 from maru_integrations.vllm import compat, support
 from maru_integrations.vllm.ahead import Ahead
 from maru_integrations.vllm.breaker import Breaker
-from maru_integrations.vllm.loading import Loads, Outstanding
+from maru_integrations.vllm.loading import Loads
 from maru_integrations.vllm.matching import Matcher
 from maru_integrations.vllm.metadata import ERROR, LoadOp, LoadResult, MaruWorkerMetadata, StoreOp, StoreResult
 from maru_integrations.vllm.parking import Parking
@@ -82,6 +82,7 @@ class MaruScheduler:
         self._preempted: list[str] = []
         self._undefined: list[int] = []
         self._bad = BadBlocks(settings.block_size)
+        self._has_outdated = False
         self._block_pool: Any = None
         self._told: set[str] = set()
 
@@ -167,7 +168,7 @@ class MaruScheduler:
 
     def _plan_load(self, state: RequestState, table: list[int], external: int) -> LoadOp:
         op, load = plan_load(self._settings, self._loads.number(), state, table, external)
-        state.hit = None
+        state.hit, state.blocks = None, table
         state.known = range(load.chunk, load.end_chunk)
         self._bad.overwrite(table, load.first, load.last)
         self._loads.begin(op.load_id, load)
@@ -265,21 +266,24 @@ class MaruScheduler:
             scheduled.append((state, cached.num_computed_tokens[index], self._scheduled(output, request_id)))
         for state, computed, count in scheduled:
             self._bad.overwrite(state.blocks, computed, computed + count)
-        if any(state.outdated for state in self._states.values()):
-            self._outdate_sharers(planned, scheduled)
+        if self._has_outdated:
+            parked = [
+                (self._states[load.request_id], load.first) for load in planned if load.request_id in self._states
+            ]
+            self._outdate_sharers([*parked, *((state, computed) for state, computed, _ in scheduled)])
         return scheduled
 
-    def _outdate_sharers(
-        self, planned: Sequence[Outstanding], scheduled: Sequence[tuple[RequestState, int, int]]
-    ) -> None:
-        """Who reads blocks of an outdated request is outdated, too: vLLM's cache had them again after the reset."""
+    def _outdate_sharers(self, having: Sequence[tuple[RequestState, int]]) -> None:
+        """Who has blocks of an outdated request is outdated, too: vLLM's cache got them after the reset.
+
+        ``having``: requests and their tokens that are there before the step.
+        """
         old = {block for state in self._states.values() if state.outdated for block in state.blocks}
-        reads = [(self._states.get(load.request_id), load.blocks, load.first) for load in planned]
-        reads += [(state, state.blocks, computed) for state, computed, _ in scheduled]
-        for state, blocks, tokens in reads:
-            if state is not None and not old.isdisjoint(blocks[: -(-tokens // self._settings.block_size)]):
-                state.outdate(blocks)
-                old.update(blocks)
+        self._has_outdated = bool(old)
+        for state, tokens in having:
+            if not old.isdisjoint(state.blocks[: -(-tokens // self._settings.block_size)]):
+                state.outdate()
+                old.update(state.blocks)
 
     def _take_away(self, preempted: Sequence[str]) -> None:
         """These requests have lost their blocks. One of them may have been given new ones in the same step."""
@@ -453,9 +457,9 @@ class MaruScheduler:
         for request_id, state in self._states.items():
             self._matcher.drop(state)
             state.asked = False
-            load = self._loads.of(request_id)
-            if state.has_kv or load is not None:
-                state.outdate(load.blocks if load is not None else ())
+            if state.has_kv or self._loads.of(request_id) is not None:
+                state.outdate()
+                self._has_outdated = True
         if self._block_pool is not None:
             # vLLM keeps all of it when any request has blocks.
             self._forget_cached(range(self._block_pool.num_gpu_blocks))
