@@ -12,11 +12,11 @@ from structlog.testing import capture_logs
 
 from maru_core.config import MaruConfig
 from maru_core.contracts import EngineProvision, TransferEngine
-from maru_core.errors import ConfigError, TransferError
+from maru_core.errors import ConfigError
 from maru_core.geometry import ObjectLayout, PagedLayout, PlaneStrides
 from maru_core.host import PluginHost
 from maru_core.plugin import hookimpl
-from maru_integrations.vllm.engines import EngineChooser
+from maru_integrations.vllm.engines import EngineChooser, NoEngine
 from maru_transfer import kernel_plugin, layerwise_plugin, torch_copy_plugin
 from maru_transfer.kernel import KernelEngine
 from maru_transfer.layerwise import LayerwiseEngine
@@ -127,9 +127,9 @@ def test_nobody_is_warned_who_did_not_want_them(host: PluginHost, config: MaruCo
 
 
 def test_what_is_forced_or_all_excluded_is_refused_with_the_reason(host: PluginHost) -> None:
-    with pytest.raises(TransferError, match=r"maru_transfer_engine=kernel: .*nvcc was not found"):
+    with pytest.raises(NoEngine, match=r"maru_transfer_engine=kernel: .*nvcc was not found"):
         EngineChooser().choose(host, MaruConfig(transfer_engine="kernel"), PAGES)
-    with pytest.raises(TransferError, match="take a name out of maru_transfer_exclude"):
+    with pytest.raises(NoEngine, match="take a name out of maru_transfer_exclude"):
         EngineChooser().choose(host, MaruConfig(transfer_exclude=["kernel", "torch-copy"]), PAGES)
     with pytest.raises(ConfigError, match="maru_transfer_engine asks for 'kernel', which maru_transfer_exclude"):
         MaruConfig(transfer_engine="kernel", transfer_exclude="torch-copy,kernel")
