@@ -1,13 +1,13 @@
 """Copy planning: which bytes of paged memory belong to which bytes of stored objects. Pure arithmetic, no torch.
 
-A plan has two forms. :class:`Piece` is the compact one: tokens that lie in consecutive slots, the same for every plane
-and layer; engines that copy strided boxes use it. :class:`Run` is the expanded one: rows of contiguous bytes with a
-pitch on either side, what a two-dimensional DMA or a placement kernel takes. Both describe the same bytes.
+A plan is a list of pieces: tokens that lie in consecutive slots, the same for every plane and layer. Engines that copy
+strided boxes take it as it is. What the kernels are asked for is cut by :mod:`maru_transfer.slices`; what is wrong with
+a request is told here for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 from attrs import frozen
 
@@ -30,34 +30,6 @@ class Piece:
     token: int
     count: int
     layer: int | None = None
-
-
-@frozen
-class Run:
-    """``rows`` rows of ``row_bytes`` contiguous bytes each, for one plane of one layer and one object.
-
-    Row ``r`` lies ``device + r*device_pitch`` bytes from the layer's first element and ``host + r*host_pitch`` bytes
-    from the start of the object of ``copies[copy]``. With one row both pitches equal ``row_bytes``.
-    """
-
-    copy: int
-    plane: int
-    layer: int
-    device: int
-    host: int
-    row_bytes: int
-    rows: int
-    device_pitch: int
-    host_pitch: int
-
-
-@frozen
-class _Axis:
-    """A loop of a copy: ``count`` steps of ``device`` and ``host`` bytes."""
-
-    count: int
-    device: int
-    host: int
 
 
 def mismatch(paged: PagedLayout, stored: ObjectLayout) -> str | None:
@@ -145,40 +117,6 @@ def plan_pieces(
     return pieces
 
 
-def plan_runs(paged: PagedLayout, stored: ObjectLayout, pieces: Iterable[Piece]) -> Iterator[Run]:
-    """Expand the pieces of :func:`plan_pieces` to runs, coalesced where both sides are contiguous.
-
-    Offsets and pitches are bytes. Together the runs cover every byte of the pieces once.
-    """
-    size = stored.element_size
-    layer_bytes = stored.chunk_tokens * stored.hidden * size
-    for piece in pieces:
-        layers = range(paged.num_layers) if piece.layer is None else range(piece.layer, piece.layer + 1)
-        for plane, strides in enumerate(paged.planes):
-            axes = [
-                _Axis(piece.count, strides.token * size, stored.hidden * size),
-                _Axis(paged.num_heads, strides.head * size, paged.head_size * size),
-                _Axis(paged.head_size, strides.dim * size, size),
-            ]
-            row_bytes, loops = _coalesce(axes, size)
-            rows = loops.pop() if loops else _Axis(1, row_bytes, row_bytes)
-            device = (strides.offset + piece.block * strides.block + piece.slot * strides.token) * size
-            for row, layer in enumerate(layers):
-                host = (plane * stored.num_layers + row) * layer_bytes + piece.token * stored.hidden * size
-                for device_step, host_step in _steps(loops):
-                    yield Run(
-                        piece.copy,
-                        plane,
-                        layer,
-                        device + device_step,
-                        host + host_step,
-                        row_bytes,
-                        rows.count,
-                        rows.device,
-                        rows.host,
-                    )
-
-
 def _check_copy(number: int, copy: ChunkCopy, paged: PagedLayout, stored: ObjectLayout) -> None:
     low, high = copy.chunk * stored.chunk_tokens, (copy.chunk + 1) * stored.chunk_tokens
     if not 0 <= low <= copy.first <= copy.last <= high:
@@ -219,32 +157,3 @@ def _block(paged: PagedLayout, block_ids: Sequence[int], place: int, number: int
     if not 0 <= block < paged.num_blocks:
         raise TransferError(f"block {block} at place {place} of the block table is not one of {paged.num_blocks}")
     return block
-
-
-def _coalesce(axes: list[_Axis], size: int) -> tuple[int, list[_Axis]]:
-    """Fold axes, outermost first, into contiguous bytes per row and the loops that are left, outermost first."""
-    row_bytes = size
-    loops: list[_Axis] = []
-    for axis in reversed(axes):
-        inner = loops[-1] if loops else None
-        if axis.count == 1:
-            continue
-        if inner is None and axis.device == axis.host == row_bytes:
-            row_bytes *= axis.count
-        elif inner and axis.device == inner.count * inner.device and axis.host == inner.count * inner.host:
-            loops[-1] = _Axis(inner.count * axis.count, inner.device, inner.host)
-        else:
-            loops.append(axis)
-    loops.reverse()
-    # The longest loop becomes the rows: a run per step of the others is the fewest runs.
-    loops.sort(key=lambda axis: axis.count)
-    return row_bytes, loops
-
-
-def _steps(loops: Sequence[_Axis]) -> Iterator[tuple[int, int]]:
-    if not loops:
-        yield 0, 0
-        return
-    for index in range(loops[0].count):
-        for device, host in _steps(loops[1:]):
-            yield device + index * loops[0].device, host + index * loops[0].host

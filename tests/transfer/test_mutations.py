@@ -24,7 +24,7 @@ from maru_transfer.cuda_library import Job
 from maru_transfer.device_copy import DeviceTransfer
 from maru_transfer.host_copy import HostTransfer
 from maru_transfer.kernel import Tuning
-from maru_transfer.plan import Piece, Run
+from maru_transfer.plan import Piece
 from maru_transfer.slices import Slicer
 
 #: Chunks of which a row of one layer is 256 bytes, which is the least slot; the second begins and ends within a block.
@@ -97,29 +97,6 @@ def test_wrong_pieces_are_seen(monkeypatch: pytest.MonkeyPatch, mistake: str) ->
         for check in (check_store, check_load):
             with pytest.raises(AssertionError):
                 check(engine, FORM, case)
-
-
-def wrong_layer(run: Run, stored: ObjectLayout) -> Run:
-    return evolve(run, layer=(run.layer + 1) % LAYERS)
-
-
-def swapped(run: Run, stored: ObjectLayout) -> Run:
-    plane = stored.nbytes // stored.num_planes
-    return evolve(run, host=run.host + (plane if run.plane == 0 else -plane))
-
-
-RUNS = {"a layer off by one": wrong_layer, "planes swapped": swapped}
-
-
-@pytest.mark.parametrize("case", [CASE, LAYERWISE], ids=["chunkwise", "layerwise"])
-@pytest.mark.parametrize("mistake", RUNS)
-def test_wrong_runs_are_seen(monkeypatch: pytest.MonkeyPatch, mistake: str, case: Case) -> None:
-    def plan_runs(paged: PagedLayout, stored: ObjectLayout, pieces: Any) -> list[Run]:
-        return [RUNS[mistake](run, stored) for run in plan.plan_runs(paged, stored, pieces)]
-
-    monkeypatch.setattr(test_plan, "plan_runs", plan_runs)
-    with pytest.raises(AssertionError):
-        replay(case)
 
 
 def rows_by(step: int) -> Callable[[Any, Job], Job]:

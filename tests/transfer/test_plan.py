@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,40 +16,47 @@ from paged_forms import FORMS, Engine, Size
 
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy, ObjectLayout, PlaneStrides
-from maru_transfer.plan import Run, extent, mismatch, plan_pieces, plan_runs
+from maru_transfer.plan import Piece, extent, mismatch, plan_pieces
 
 SIZE = Size(L=2, NB=5, BS=4, NH=3, HS=2)
 
 
-def runs_of(engine: Engine, stored: ObjectLayout, block_ids, copies) -> list[Run]:
-    return list(plan_runs(engine.paged, stored, plan_pieces(engine.paged, stored, block_ids, copies)))
-
-
-def runs_for(case: Case, engine: Engine) -> list[Run]:
+def pieces_for(case: Case, engine: Engine) -> list[Piece]:
     stored = case.stored(engine)
     copies = case.copies(memoryview(bytearray(stored.nbytes)) for _ in case.parts)
-    return runs_of(engine, stored, case.block_ids, copies)
+    return plan_pieces(engine.paged, stored, case.block_ids, copies)
 
 
-def replay(engine: Engine, runs: list[Run], objects: list[np.ndarray], *, store: bool) -> None:
-    """Execute runs in the dumbest way, and see that no byte of pages or objects is touched twice."""
-    pages = engine.memory.reshape(-1).view(np.uint8)
+def elements_of(engine: Engine, stored: ObjectLayout, piece: Piece) -> Iterator[tuple[int, int, int]]:
+    """Layer of each element of a piece, and where it lies: behind the layer's first one, and behind the object's."""
+    paged = engine.paged
+    layers = range(paged.num_layers) if piece.layer is None else [piece.layer]
+    for number, plane in enumerate(paged.planes):
+        for row, layer in enumerate(layers):
+            for index, head, dim in product(range(piece.count), range(paged.num_heads), range(paged.head_size)):
+                there = plane.offset + piece.block * plane.block + (piece.slot + index) * plane.token
+                token = (number * stored.num_layers + row) * stored.chunk_tokens + piece.token + index
+                here = (token * paged.num_heads + head) * paged.head_size + dim
+                yield layer, there + head * plane.head + dim * plane.dim, here
+
+
+def replay(engine: Engine, case: Case, objects: list[np.ndarray], *, store: bool) -> None:
+    """Execute pieces in the dumbest way, and see that no element of pages or objects is touched twice."""
+    pages = engine.memory.reshape(-1)
     touched_pages: set[int] = set()
     touched_objects: set[tuple[int, int]] = set()
-    for run in runs:
-        host = objects[run.copy].reshape(-1).view(np.uint8)
-        for row in range(run.rows):
-            for byte in range(run.row_bytes):
-                there = engine.layer_bytes(run.layer) + run.device + row * run.device_pitch + byte
-                here = run.host + row * run.host_pitch + byte
-                assert there not in touched_pages
-                assert (run.copy, here) not in touched_objects
-                touched_pages.add(there)
-                touched_objects.add((run.copy, here))
-                if store:
-                    host[here] = pages[there]
-                else:
-                    pages[there] = host[here]
+    for piece in pieces_for(case, engine):
+        host = objects[piece.copy].reshape(-1)
+        for layer, place, here in elements_of(engine, case.stored(engine), piece):
+            there = layer * engine.form.layer(engine.size) + place
+            assert there not in touched_pages
+            assert (piece.copy, here) not in touched_objects
+            touched_pages.add(there)
+            touched_objects.add((piece.copy, here))
+            if store:
+                host[here] = pages[there]
+            else:
+                pages[there] = host[here]
 
 
 @pytest.mark.slow
@@ -56,10 +65,9 @@ def replay(engine: Engine, runs: list[Run], objects: list[np.ndarray], *, store:
 @given(case=any_cases())
 def test_replaying_a_plan_stores_what_the_naive_reader_reads(case: Case, name: str):
     engine = case.engine(name, 7)
-    runs = runs_for(case, engine)
     expected = case.objects(engine)
     objects = [np.full_like(array, 0xAB) for array in expected]
-    replay(engine, runs, objects, store=True)
+    replay(engine, case, objects, store=True)
     for got, wanted in zip(objects, expected, strict=True):
         np.testing.assert_array_equal(got, wanted)
 
@@ -71,39 +79,35 @@ def test_replaying_a_plan_loads_exactly_the_slots_that_were_asked_for(case: Case
     objects = case.objects(case.engine(name, 7))
     target, expected = case.engine(name, None), case.engine(name, None)
     case.write(expected, objects)
-    replay(target, runs_for(case, target), objects, store=False)
+    replay(target, case, objects, store=False)
     np.testing.assert_array_equal(target.memory, expected.memory)
 
 
 @pytest.mark.parametrize("name", FORMS)
 @settings(max_examples=40, deadline=None)
 @given(case=any_cases())
-def test_no_run_reaches_past_the_extent_of_a_layer(case: Case, name: str):
+def test_no_piece_reaches_past_the_extent_of_a_layer(case: Case, name: str):
     engine = case.engine(name, None)
-    end = extent(engine.paged) * case.size.element
-    assert engine.layer_bytes(case.size.L - 1) + end == engine.memory.nbytes
-    for run in runs_for(case, engine):
-        assert run.device >= 0
-        assert run.device + (run.rows - 1) * run.device_pitch + run.row_bytes <= end
+    end = extent(engine.paged)
+    assert engine.layer_bytes(case.size.L - 1) + end * case.size.element == engine.memory.nbytes
+    for piece in pieces_for(case, engine):
+        assert all(0 <= place < end for _, place, _ in elements_of(engine, case.stored(engine), piece))
 
 
 @pytest.mark.parametrize(
-    ("name", "per_plane_and_layer", "rows", "row_bytes"),
+    ("name", "count"),
     [
-        ("planes-first NHD", 1, 1, 8 * 3 * 2 * 2),  # two neighbouring blocks are one stretch
-        ("blocks-first NHD", 2, 1, 4 * 3 * 2 * 2),
-        ("MLA", 1, 1, 8 * 3 * 2 * 2),
-        ("planes-first HND", 2 * 3, 4, 2 * 2),
-        ("packed per token", 1, 8 * 3, 2 * 2),
-        ("packed per head", 2 * 3, 4, 2 * 2),
+        ("planes-first NHD", 1),  # two neighbouring blocks are one stretch
+        ("MLA", 1),
+        ("packed per token", 1),
+        ("blocks-first NHD", 2),
+        ("planes-first HND", 2),
+        ("packed per head", 2),
     ],
 )
-def test_runs_are_as_few_as_the_layout_allows(name, per_plane_and_layer, rows, row_bytes):
+def test_pieces_are_as_few_as_the_layout_allows(name: str, count: int):
     engine = Engine.make(name, SIZE, None)
-    buffer = memoryview(bytearray(engine.stored(8).nbytes))
-    runs = runs_of(engine, engine.stored(8), [2, 3], [ChunkCopy(0, 0, 8, buffer)])
-    assert len(runs) == per_plane_and_layer * len(engine.paged.planes) * SIZE.L
-    assert {(run.rows, run.row_bytes) for run in runs} == {(rows, row_bytes)}
+    assert len(pieces_for(Case(SIZE, 8, [2, 3], [(0, 0, 8)]), engine)) == count
 
 
 def test_blocks_that_only_look_like_neighbours_are_not_joined():
@@ -181,7 +185,7 @@ def test_the_layers_of_a_chunk_hold_together_what_a_whole_object_does(name):
     engine = Engine.make(name, SIZE, 7)
     case = Case(SIZE, 8, [2, 3, 1, 4], [(1, 8, 16), (0, 0, 8), (1, 8, 16), (0, 0, 8)], [0, 1, 1, 0])
     pieces = [np.zeros_like(array) for array in case.objects(engine)]
-    replay(engine, runs_for(case, engine), pieces, store=True)
+    replay(engine, case, pieces, store=True)
     for chunk, places in ((0, (3, 1)), (1, (0, 2))):
         whole = engine.naive_object([2, 3, 1, 4], chunk, chunk * 8, chunk * 8 + 8, 8)
         np.testing.assert_array_equal(np.concatenate([pieces[place] for place in places], 1), whole)
@@ -203,12 +207,15 @@ def test_a_copy_names_the_layer_that_its_object_holds_and_no_other(layerwise, la
         plan_pieces(engine.paged, stored, [1, 2], [ChunkCopy(0, 0, 8, memoryview(bytearray(stored.nbytes)), layer)])
 
 
-@pytest.mark.parametrize("layer", [None, 0])
-def test_a_model_of_one_layer_is_the_same_in_both_formats(layer):
-    engine = Engine.make("packed per head", evolve(SIZE, L=1), None)
-    stored = engine.stored(8)
-    copies = [ChunkCopy(0, 0, 8, memoryview(bytearray(stored.nbytes)), layer)]
-    assert {run.layer for run in runs_of(engine, stored, [1, 2], copies)} == {0}
+@pytest.mark.parametrize("layers", [None, [0]])
+def test_a_model_of_one_layer_is_the_same_in_both_formats(layers: list[int] | None):
+    size = evolve(SIZE, L=1)
+    case = Case(size, 8, [1, 2], [(0, 0, 8)], layers)
+    engine = case.engine("packed per head", 7)
+    (expected,) = Case(size, 8, [1, 2], [(0, 0, 8)]).objects(engine)
+    found = np.zeros_like(expected)
+    replay(engine, case, [found], store=True)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_an_empty_part_needs_no_blocks():
