@@ -12,21 +12,21 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import field, frozen
 
 from maru_core.batches import ChunkCopies
 from maru_core.brake import Brake
-from maru_core.contracts import PreparedCopies, Transfer
+from maru_core.contracts import PinnedMemory, PreparedCopies, Transfer
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
+from maru_transfer.memory import Memory, TorchMemory, asking, told
 from maru_transfer.plan import mismatch, plan_pieces
 
 if TYPE_CHECKING:
     from maru_transfer.cuda_library import CudaDevice, CudaLibrary, Job
     from maru_transfer.exports import Array, Exports
-    from maru_transfer.slices import Spans
 
 #: Planes, elements of a byte or a few: what the kernels know.
 _ELEMENT_SIZES = (1, 2, 4, 8)
@@ -58,22 +58,6 @@ class Tuning:
     fold: int = 3
     scattered: int = 0
     scattered_grid: int = 8
-
-
-class Memory(Protocol):
-    """Where a transfer gets memory and the caller's stream from: torch, so that torch accounts for it."""
-
-    def on_device(self, nbytes: int) -> tuple[Any, int]:
-        """Memory of the device that no stream uses any more: its owner, and its address, a multiple of 256.
-
-        May raise RuntimeError.
-        """
-
-    def locked(self, nbytes: int) -> tuple[Any, int]:
-        """Page-locked memory of the host, likewise."""
-
-    def stream(self) -> int:
-        """The calling thread's current stream."""
 
 
 class KernelTransfer:
@@ -113,7 +97,7 @@ class KernelTransfer:
         )
         mapped = tuning.mapped_bytes if device.info.maps_host else -1
         self._slicer = Slicer(paged, stored, Limits(self._slot_bytes, tuning.direct_bytes, mapped))
-        self._pinned: Any = None
+        self._pinned: PinnedMemory | None = None
         nbytes = self._slots * self._slot_bytes + 8 * paged.num_layers
         try:
             self._staging, address = memory.on_device(nbytes)
@@ -128,7 +112,7 @@ class KernelTransfer:
         )
         self._closed = False
 
-    def use_pinned(self, pinned: Any) -> None:
+    def use_pinned(self, pinned: PinnedMemory) -> None:
         """Ask ``pinned`` which memory is locked, not the driver. See maru_core.contracts.UsesPinnedMemory."""
         self._pinned = pinned
 
@@ -204,7 +188,7 @@ class KernelTransfer:
         try:
             slices.writable(direction, copies, readonly=held.readonly)
             # What is registered now may not be any more when the next call comes.
-            spans = _asking(self._device) if self._pinned is None else _told(self._pinned)
+            spans = asking(self._device) if self._pinned is None else told(self._pinned)
             return held, self._slicer.job(direction, block_ids, copies, held.addresses, spans, by_layer=by_layer)
         except BaseException:
             held.release()
@@ -337,7 +321,7 @@ class KernelEngine:
             raise TransferError(problem)
         device = self._open(library, layers[0].device.index)
         try:
-            return self.transfer(device, _TorchMemory(layers[0].device), layers, paged, stored, self.tuning)
+            return self.transfer(device, TorchMemory(layers[0].device), layers, paged, stored, self.tuning)
         except BaseException:
             device.close()
             raise
@@ -353,58 +337,3 @@ class KernelEngine:
         from maru_transfer.cuda_library import CudaDevice
 
         return CudaDevice(library, number, self.driver)
-
-
-@frozen
-class _TorchMemory:
-    """Implements :class:`Memory` by torch's allocators."""
-
-    device: Any
-
-    def on_device(self, nbytes: int) -> tuple[Any, int]:
-        torch = importlib.import_module("torch")
-        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        # Torch hands memory out again while what had it still runs on this stream, for which our lanes do not wait.
-        torch.cuda.current_stream(self.device).synchronize()
-        return tensor, tensor.data_ptr()
-
-    def locked(self, nbytes: int) -> tuple[Any, int]:
-        torch = importlib.import_module("torch")
-        tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        return tensor, tensor.data_ptr()
-
-    def stream(self) -> int:
-        torch = importlib.import_module("torch")
-        return int(torch.cuda.current_stream(self.device).cuda_stream)
-
-
-def _asking(device: CudaDevice) -> Callable[[int, int], Spans]:
-    """Asks the driver about each stretch, for one job: what it does not know as a whole is not locked."""
-    known = (0, 0)
-
-    def spans(address: int, length: int) -> Spans:
-        nonlocal known
-        at, end = address, address + length
-        if known[0] <= at and end <= known[1]:
-            return [(at, end, True)]
-        found: list[tuple[int, int, bool]] = []
-        while at < end:
-            start, size = device.host_range(at)
-            known = (start, start + size)
-            # Where a device sees host memory at other addresses, the range that is told is of those.
-            if not known[0] <= at < known[1]:
-                return [(address, end, False)]
-            found.append((at, min(end, known[1]), True))
-            at = known[1]
-        return found
-
-    return spans
-
-
-def _told(pinned: Any) -> Callable[[int, int], Spans]:
-    """What a PinnedMemory says, by address."""
-
-    def spans(address: int, length: int) -> Spans:
-        return [(address + s.offset, address + s.offset + s.length, s.pinned) for s in pinned.spans(address, length)]
-
-    return spans

@@ -27,10 +27,8 @@ from maru_transfer.cuda_library import (
 )
 from maru_transfer.even import Templates, blocks_of
 from maru_transfer.flow import ALIGNMENT, Cutter, Shares
+from maru_transfer.memory import Spans
 from maru_transfer.plan import plan_pieces, refuse_read_only
-
-#: (first byte, byte behind the last, locked): stretches of host memory that lie within one registration or in none.
-Spans = Sequence[tuple[int, int, bool]]
 
 
 @frozen

@@ -144,7 +144,7 @@ class FakeDriver:
 
 @frozen(eq=False)
 class FakeMemory:
-    """Implements maru_transfer.kernel.Memory."""
+    """Implements maru_transfer.memory.Memory."""
 
     driver: FakeDriver
     #: The current stream of threads, by their id; that of others is the default stream.

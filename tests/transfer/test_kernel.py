@@ -23,8 +23,9 @@ from maru_core.contracts import TransferEngine
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy
 from maru_transfer.cuda_library import CudaDevice
-from maru_transfer.kernel import KernelEngine, KernelTransfer, Tuning, _asking, _TorchMemory
+from maru_transfer.kernel import KernelEngine, KernelTransfer, Tuning
 from maru_transfer.kernel_plugin import maru_transfer_engines
+from maru_transfer.memory import TorchMemory, asking
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
 
@@ -407,11 +408,15 @@ def test_who_knows_what_is_locked_is_believed(driver):
 def test_a_driver_that_tells_of_other_addresses_is_not_believed():
     """So it does where the device does not see registered memory at the host's address."""
 
-    class Elsewhere:
-        def host_range(self, address: int) -> tuple[int, int]:
-            return address + (1 << 40), 1 << 20
+    elsewhere = 1 << 40
 
-    assert _asking(Elsewhere())(4096, 8192) == [(4096, 12288, False)]
+    class Device:
+        def host_range(self, address: int) -> tuple[int, int]:
+            return address + elsewhere, 1 << 20
+
+    spans = asking(Device())
+    for address in (4096, 4096 + elsewhere):
+        assert spans(address, 8192) == [(address, address + 8192, False)]
 
 
 def test_memory_of_the_device_is_given_when_what_had_it_has_run(monkeypatch):
@@ -429,7 +434,7 @@ def test_memory_of_the_device_is_given_when_what_had_it_has_run(monkeypatch):
     cuda = SimpleNamespace(current_stream=lambda device: Stream())
     fake = SimpleNamespace(empty=lambda *_, **__: Tensor(), uint8=None, cuda=cuda)
     monkeypatch.setitem(sys.modules, "torch", fake)
-    assert _TorchMemory("cuda:0").on_device(17)[1] == 256
+    assert TorchMemory("cuda:0").on_device(17)[1] == 256
     assert not queued
 
 
