@@ -50,7 +50,9 @@ def test_news_fragments_have_a_kind_that_towncrier_knows(project: dict[str, Any]
     assert [name for name in names if not re.fullmatch(rf"\+?[\w-]+\.({kinds})(\.\d+)?\.md", name)] == []
 
 
-@pytest.mark.parametrize("script", ["scripts/setup-env.sh", "scripts/quickstart.sh", "scripts/test.sh", ".ci/run"])
+@pytest.mark.parametrize(
+    "script", ["scripts/setup-env.sh", "scripts/quickstart.sh", "scripts/test.sh", "scripts/test-vllm.sh", ".ci/run"]
+)
 def test_scripts_are_valid_and_executable(script: str) -> None:
     assert os.access(ROOT / script, os.X_OK)
     subprocess.run(["bash", "-n", ROOT / script], check=True)
