@@ -64,8 +64,6 @@ class RequestState:
     failed: bool = False
     tainted: bool = False
     outdated: bool = False
-    #: It reads a block that holds undefined KV, and vLLM is told so.
-    told_undefined: bool = False
 
     @property
     def has_kv(self) -> bool:
@@ -84,7 +82,6 @@ class RequestState:
         self.asked = False
         self.tainted = False
         self.outdated = False
-        self.told_undefined = False
 
 
 @define

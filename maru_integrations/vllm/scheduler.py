@@ -317,16 +317,13 @@ class MaruScheduler:
         """Chunks that this step completes. A block fills on a step that allocates nothing, too."""
         end = computed + count
         bad = self._bad.first_in(state.blocks, end)
-        if bad is None:
-            state.told_undefined = False
-        else:
+        if bad is not None:
             state.tainted = True
             self._forget_cached(state.blocks[bad:])
-            if not state.told_undefined:
-                # vLLM takes note of failed blocks of running and of parked requests. This one was neither when its load
-                # failed: it was released early and had no room to run.
-                state.told_undefined = True
-                self._undefined.append(state.blocks[bad])
+            # vLLM takes note of failed blocks of running and of parked requests. This one was neither when its load
+            # failed: it was released early and had no room to run. In every step that reads one, for of requests that
+            # share a block vLLM takes back the first alone.
+            self._undefined.append(state.blocks[bad])
         return self._planner.plan(self._settings, state, end) if self._resets.caught_up() else None
 
     # -- answers -------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from maru_integrations.vllm.saver import SaverSettings
 from maru_integrations.vllm.streams import HostLane
 from maru_integrations.vllm.worker import Threads
 from tests.vllm.fake_store import FakeHandler, FakeStore
-from tests.vllm.mini_engine import BLOCK, CHUNK, Engine, check_store, reference
+from tests.vllm.mini_engine import BLOCK, CHUNK, GARBAGE, Engine, check_store, reference
 from tests.vllm.test_connector import PARKED, keys_of, prompt, settled, warm
 from tests.waiting import NEVER
 
@@ -320,6 +320,36 @@ def test_a_reset_of_running_requests_stops_their_stores(
     settled(engine, 23)
     stored = check_store(store, whole, lambda tokens: keys_of(engine, tokens))
     assert stored == sum(len(tokens) // CHUNK for tokens in whole[aborted:]), "an aborted request's is left out"
+
+
+@pytest.mark.parametrize("at_once", [8, 24, 40, 200])
+@pytest.mark.parametrize("count", [2, 3])
+def test_who_shares_blocks_that_vllm_overlooked_is_taken_back_too(
+    engine_on: EngineOn, at_once: int, count: int
+) -> None:
+    """vLLM takes back the first of them alone and lets the others go on, however many steps that one needs."""
+    engine = engine_on(FakeStore(), budget=200)
+    engine.scheduler.scheduler_config.long_prefill_token_threshold = at_once
+    tokens = prompt(100)
+    engine.add("r0", tokens, max_tokens=40)
+    while not engine.answers["r0"]:
+        engine.step()
+    for number in range(1, count):
+        engine.add(f"r{number}", tokens + prompt(5, number), max_tokens=40)
+    while not all(engine.answers.values()):
+        engine.step()
+    shared = set(engine.tables["r0"][1:6])
+    assert all(shared <= set(table) for table in engine.tables.values())
+    # As when a load fails whose requests were released early and have no room to run.
+    for cache in engine.caches:
+        cache[:, list(shared)] = GARBAGE
+    engine.side._scheduler._quarantine(shared)
+    engine.run()
+    assert engine.poisoned
+    engine.poisoned.clear()
+    for number in range(count):
+        assert engine.answers[f"r{number}"] == reference(tokens + (prompt(5, number) if number else []), 40)
+    settled(engine, 63)
 
 
 class Clock:

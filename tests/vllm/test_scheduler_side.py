@@ -211,7 +211,7 @@ def test_a_request_that_reads_what_its_load_left_is_reported_in_the_step_that_do
     world.side.plan_stores(output(a=(blocks, CHUNKS * CHUNK, 8)))
     assert world.side.take_undefined() == [blocks[4]]
     world.side.plan_stores(output(a=(blocks, CHUNKS * CHUNK, 8)))
-    assert world.side.take_undefined() == [], "once is enough: vLLM takes the request back to before that block"
+    assert world.side.take_undefined() == [blocks[4]], "vLLM may have taken back another one that shares the block"
     world.side.plan_stores(output(a=(blocks, 4 * BLOCK, CHUNKS * CHUNK - 4 * BLOCK)))
     assert world.side.take_undefined() == []
     world.tell(bad={blocks[7]})
