@@ -27,7 +27,9 @@ class Preemptions:
     def ended(self, request: Any) -> None:
         """The request is gone; a store of it may still be under way."""
         request_id = str(request.request_id)
-        if not self.names_all and compat.times_preempted(request) > self._counts.get(request_id, 0):
+        # Another of this name may come before the next step: it counts from nothing.
+        before = self._counts.pop(request_id, 0)
+        if not self.names_all and compat.times_preempted(request) > before:
             self._ended.append(request_id)
 
     def take(self, output: Any, states: Mapping[str, RequestState]) -> Sequence[str]:

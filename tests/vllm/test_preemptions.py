@@ -58,6 +58,15 @@ class Lives(RuleBasedStateMachine):
 TestLives = Lives.TestCase
 
 
+def test_a_request_of_the_name_of_one_that_ended_in_the_same_step_counts_from_nothing() -> None:
+    preemptions = Preemptions(names_all=False)
+    nobody = SimpleNamespace(preempted_req_ids=set())
+    first, second = (SimpleNamespace(request=SimpleNamespace(request_id="b", num_preemptions=1)) for _ in range(2))
+    assert preemptions.take(nobody, {"b": first}) == ("b",)  # type: ignore[dict-item]
+    preemptions.ended(first.request)
+    assert preemptions.take(nobody, {"b": second}) == ("b",)  # type: ignore[dict-item]
+
+
 def test_a_version_that_names_them_all_is_believed() -> None:
     request = SimpleNamespace(request_id="a", num_preemptions=3)
     preemptions = Preemptions(names_all=True)
