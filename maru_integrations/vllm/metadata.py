@@ -88,7 +88,7 @@ class MaruConnectorMetadata(KVConnectorMetadata):
     ``received``: parked requests that vLLM has noted as received since the step before, so that any request of this
     step may read their blocks.
     ``undefined``: blocks that requests of this step read although what they hold is undefined: a worker reports them as
-    failed with this step. Their load failed when vLLM had them as received and not yet running, which it overlooks.
+    failed with this step. Their load failed, which vLLM overlooked or left to another request that has gone since.
     """
 
     weights_epoch: int = 0

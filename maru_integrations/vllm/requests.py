@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from attrs import define, field
@@ -86,7 +87,7 @@ class RequestState:
 
 @define
 class BadBlocks:
-    """Blocks whose load failed, until a forward pass has written all their slots again.
+    """Blocks whose load failed, and those computed on them, until a forward pass has written all their slots again.
 
     Invariant: nothing that was computed on a block in here is ever stored. ``written`` counts, per block, the slots
     from its first that have been recomputed.
@@ -98,6 +99,11 @@ class BadBlocks:
     def add(self, blocks: set[int]) -> None:
         """These blocks hold undefined KV from now on."""
         self.written.update(dict.fromkeys(blocks, 0))
+
+    def spread(self, blocks: Sequence[int]) -> None:
+        """These come behind a bad one in a table. What has been written again of one that was bad before counts."""
+        for block in blocks:
+            self.written.setdefault(block, 0)
 
     def overwrite(self, blocks: list[int], first: int, last: int) -> None:
         """Slots of tokens ``[first, last)`` of a request with table ``blocks`` get written in this step."""

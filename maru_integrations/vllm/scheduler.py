@@ -175,14 +175,17 @@ class MaruScheduler:
         return op
 
     def fail_load(self, request: Any, blocks: Any, external: int) -> None:
-        """Planning the load went wrong although vLLM counts on it: have a worker report it as failed."""
+        """Planning the load went wrong although vLLM counts on it: have a worker report it as failed.
+
+        As after any failed load the request keeps its share until it runs.
+        """
         if not external:
             return
         request_id = str(request.request_id)
         state = self._states.get(request_id)
         if state is not None:
             state.failed = True
-        self._parking.leave(request_id)
+        self._parking.end_load(request_id)
         table = compat.group_block_ids(blocks)[0]
         self._load_ops.append(plan_failure(self._settings, self._loads.number(), request_id, table))
 
@@ -395,10 +398,17 @@ class MaruScheduler:
     def _quarantine(self, failed: set[int]) -> None:
         """Failed blocks, and all that was computed on them, leave vLLM's prefix cache and are not stored.
 
-        vLLM itself looks at running and parked requests only, so an aborted one would leave its blocks behind.
+        vLLM itself looks at running and parked requests only, so an aborted one would leave its blocks behind. And who
+        shares such blocks is not taken back by vLLM: it counts on the first that has them to write them again, which
+        may go before it does.
         """
         self._bad.add(failed)
-        for blocks in [*(state.blocks for state in self._states.values()), *self._loads.departed()]:
+        for state in self._states.values():
+            index = self._bad.first_in(state.blocks)
+            if index is not None:
+                self._bad.spread(state.blocks[index:])
+                self._forget_cached(state.blocks[index:])
+        for blocks in self._loads.departed():  # of which others may have been given some since
             index = self._bad.first_in(blocks)
             if index is not None:
                 self._forget_cached(blocks[index:])

@@ -285,6 +285,40 @@ def test_a_request_that_shares_failed_blocks_is_not_served_from_them(engine_on: 
     check_store(store, [tokens, other], lambda t: keys_of(engine, t))
 
 
+@pytest.mark.parametrize("steps", range(7))
+def test_who_shares_what_was_computed_on_a_failed_load_outlives_who_computed_it(
+    engine_on: EngineOn, steps: int
+) -> None:
+    """Two requests of one step share a prefix: 16 blocks whose load fails, and 2 that the first computes on them.
+
+    vLLM takes the first one back and trusts it to write all 18 again; it is aborted before, in whatever step.
+    """
+    store, tokens = FakeStore(), prompt(300)
+    warm(engine_on, store, tokens[:257])
+    engine = engine_on(store, budget=64)
+    free = engine.free_blocks()
+    lost = [store.objects[key].entry for key in keys_of(engine, tokens[:256])]
+    store.lost.update(lost)
+    other = tokens[:290] + prompt(20, seed=3)
+    engine.add("first", tokens[:290], max_tokens=10)
+    engine.add("second", other, max_tokens=40)
+    output = engine.step()
+    assert output.num_scheduled_tokens == {"first": 34, "second": 22}
+    for _ in range(steps):
+        engine.step()
+    engine.abort("first")
+    engine.run()
+    assert engine.answers["second"] == reference(other, 40)
+    for key in [key for key, found in store.objects.items() if found.entry in lost]:
+        store.drop(key)
+    check_store(store, [tokens, other], lambda text: keys_of(engine, text))
+    engine.add("third", tokens, max_tokens=2)
+    engine.run()
+    assert engine.answers["third"] == reference(tokens, 2)
+    engine.poisoned.clear()
+    settled(engine, free)
+
+
 @pytest.mark.parametrize("extra", [{}, PARKED], ids=["sync", "parked"])
 @pytest.mark.parametrize("stage", range(6))
 def test_abort_at_every_stage_leaks_nothing(engine_on: EngineOn, extra: dict[str, Any], stage: int) -> None:

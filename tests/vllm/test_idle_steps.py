@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.vllm.fake_store import FakeStore
-from tests.vllm.mini_engine import CHUNK, Engine, reference
+from tests.vllm.mini_engine import BLOCK, CHUNK, Engine, reference
 from tests.vllm.test_connector import prompt
 
 EngineOn = Callable[..., Engine]
@@ -47,14 +47,18 @@ def counted() -> Iterator[Counter[str]]:
 
 
 def decoding(engine: Engine) -> None:
-    """One request that has stored its prompt and decodes, with a chunk's border just behind it."""
-    engine.add("a", prompt(CHUNK + 1), max_tokens=2 * CHUNK)
+    """One request that has stored what is complete and decodes, in the middle of a block.
+
+    A step that begins a block makes one call more, to learn of it.
+    """
+    request = engine.add("a", prompt(CHUNK + 1), max_tokens=4 * CHUNK)
     side = engine.side._scheduler
     assert side is not None
-    for _ in range(1000):
+    while not request.is_finished():
         engine.step()
-        if len(engine.answers["a"]) > 3 and not side._stores.outstanding:
-            engine.step()  # what has changed is told once
+        # The next step tells what has changed, which is done once.
+        if engine.answers["a"] and request.num_computed_tokens % BLOCK == BLOCK // 2 and not side._stores.outstanding:
+            engine.step()
             return
     raise AssertionError("the prompt's store does not end")
 
@@ -78,7 +82,7 @@ def test_an_idle_step_asks_nobody_wakes_nobody_and_makes_few_calls(
     assert session <= {"is_up", "weights_epoch"}, "the server is asked, or told, something"
     assert calls.total() <= most, calls.most_common()
     engine.run()
-    assert engine.answers["a"] == reference(prompt(CHUNK + 1), 2 * CHUNK)
+    assert engine.answers["a"] == reference(prompt(CHUNK + 1), 4 * CHUNK)
 
 
 def test_layers_are_not_waited_for_where_no_load_is_read_while_it_arrives(engine_on: EngineOn) -> None:

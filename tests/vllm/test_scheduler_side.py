@@ -142,18 +142,19 @@ def test_who_loses_its_blocks_has_the_load_into_those_stopped(known: bool) -> No
 
 
 def test_a_load_that_could_not_be_planned_leaves_no_share_behind() -> None:
-    """Its request is told of the failure by a worker, like every other one."""
+    """Its request is told of the failure by a worker, like every other one, and keeps its share until it runs."""
     world, name = Side(), request("a")
     tokens, parked = world.side.match(name, 0)
     assert (tokens, parked) == (CHUNKS * CHUNK, True)
     world.side.fail_load(name, Table(1), tokens)
     (op,) = world.side.take_loads()
     assert list(op.blocks) == Table(1).blocks
-    assert world.side._parking.admitted == 0
+    assert world.side._parking.admitted == 1
+    assert world.side._parking.loading == 0, "its place in the window is somebody else's"
     world.tell(LoadResult(op.load_id, 0))
     assert world.side.match(name, 0) == (0, False)
-    assert world.side._parking.loading == 0
     world.side.after_alloc(name, Table(1), 0)
+    assert world.side._parking.is_empty
     world.side.finished(name)
     assert world.side._parking.is_empty
     assert not world.store.leases
