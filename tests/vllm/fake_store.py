@@ -59,6 +59,8 @@ class FakeStore:
     #: Called before an object's bytes are handed out to be read or to be written, in order to be slow.
     before_read: Callable[[], None] = lambda: None
     before_write: Callable[[], None] = lambda: None
+    #: Objects that there is room for; what nobody leases makes room.
+    capacity: int | None = None
     #: Threads of several engines call at once.
     lock: threading.RLock = field(factory=threading.RLock, repr=False)
     _next: int = 0
@@ -75,6 +77,16 @@ class FakeStore:
         found.gone = True
         if not found.leases:
             self._reuse(found)
+
+    @one_at_a_time
+    def has_room(self) -> bool:
+        """Whether there is room for one more object; evicts the oldest that may go."""
+        if self.capacity is None or len(self.objects) < self.capacity:
+            return True
+        old = next((key for key, found in self.objects.items() if found.ready and not found.leases), None)
+        if old is not None:
+            self.drop(old)
+        return old is not None
 
     def _reuse(self, found: StoredObject) -> None:
         found.generation += 1
@@ -238,6 +250,9 @@ class FakeHandler:
             found = self.store.objects.get(key)
             if found is not None:
                 statuses[index] = ReserveStatus.PRESENT if found.ready else ReserveStatus.BUSY
+                continue
+            if not self.store.has_room():
+                statuses[index] = ReserveStatus.NO_ROOM
                 continue
             entry = self.store.number()
             found = StoredObject(key, entry, 1, bytearray(length))

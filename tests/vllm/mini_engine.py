@@ -312,6 +312,7 @@ def make_engine(
     handler: Callable[[FakeStore], Any] = FakeHandler,
     ahead: bool = False,
     policy: str = "fcfs",
+    share: int = 0,
     threads: bool | Threads = False,
     transfer: Callable[..., Any] | None = None,
 ) -> Engine:
@@ -319,6 +320,7 @@ def make_engine(
 
     Without ``threads`` everything is done within the steps, whatever the settings say; with them the worker has those
     that the settings ask for, or those given, and the engine has to be closed. ``ahead``: asynchronous scheduling.
+    ``share``: tokens of a step's budget that one request gets at most while there are others; 0: all.
     ``transfer(caches, paged, stored)`` makes what moves bytes.
     """
     cache = CacheConfig(
@@ -340,6 +342,7 @@ def make_engine(
             is_encoder_decoder=False,
             async_scheduling=ahead,
             policy=policy,
+            long_prefill_token_threshold=share,
         ),
         kv_transfer_config=KVTransferConfig(
             kv_connector="MaruKVConnector",
