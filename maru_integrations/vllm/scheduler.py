@@ -112,6 +112,7 @@ class MaruScheduler:
             return 0, False
         request_id, parks = str(request.request_id), self._settings.parks
         self._ahead.leave(request_id)
+        self._has_no_blocks(request_id)
         if parks and not self._parking.admit(request_id, request.num_tokens):
             # Whether or not it would hit: if it went on and found too few blocks, it would keep those from running
             # that have the blocks.
@@ -134,6 +135,14 @@ class MaruScheduler:
         assert state.hit is not None
         state.hit.promised = True
         return tokens, True
+
+    def _has_no_blocks(self, request_id: str) -> None:
+        """vLLM asks only for requests without blocks: those of a load that failed altogether may be others' by now."""
+        state = self._states.get(request_id)
+        if state is not None and state.blocks:
+            if state.outdated:
+                self._forget_cached(state.blocks)
+            state.blocks = []
 
     def _forget_question(self, request_id: str) -> None:
         """What was asked for this request is let go of: it will wait."""

@@ -220,6 +220,20 @@ def test_a_request_that_reads_what_its_load_left_is_reported_in_the_step_that_do
     assert world.side.take_undefined() == [blocks[7]], "each time that it happens"
 
 
+def test_blocks_that_a_failed_load_has_given_back_are_not_its_requests_any_more() -> None:
+    """Another load into some of them fails, and what a third request has computed in others is good."""
+    world, third = Side(), request("c")
+    op = world.load(request("a"), first=20)
+    world.tell(LoadResult(op.load_id, 0, LATE), bad=set(op.blocks))
+    assert world.side.match(request("a"), 0) == (0, False)  # and vLLM has no room for it
+    assert world.side.match(third, CHUNKS * CHUNK) == (0, False)
+    world.side.plan_stores(output(c=([22, 23, 24, 25], 0, 4 * BLOCK)))
+    op = world.load(request("b"), first=10)
+    world.tell(LoadResult(op.load_id, 5, LATE), bad={20, 21})
+    world.side.plan_stores(output(c=([22, 23, 24, 25], 4 * BLOCK - 1, 1)))
+    assert world.side.take_undefined() == []
+
+
 def test_who_could_load_nothing_keeps_its_share_until_it_runs() -> None:
     """vLLM goes on reserving its blocks: whoever got its share would not be let in, and neither would ever run."""
     world = Side(block_budget=16)
