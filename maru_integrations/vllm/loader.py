@@ -56,7 +56,9 @@ class LoaderSettings:
 
 
 class Loader:
-    """Owns the link's loading transfer. All methods are for vLLM's thread; none but ``drain`` and ``close`` blocks.
+    """Owns the link's loading transfer. All methods are for vLLM's thread.
+
+    None but ``cancel``, ``drain`` and ``settle`` blocks, for loads that were released, and ``close``.
 
     Invariants: every load that was submitted is answered once, as good only as far as its bytes were proven after the
     copy; none is answered while its pages may still be written to. A call that does not return has the thread and its
@@ -147,12 +149,16 @@ class Loader:
             self._set_brake()
         self._deliver(ended)
         # A load that is not released yet will not be any more, and its blocks stay until it was answered.
-        self.in_use.drain(lambda op: op.load_id in load_ids and self._is_released(op.load_id))
+        self._drain(lambda op: op.load_id in load_ids)
 
     def drain(self, request_ids: Collection[str]) -> None:
         """Before this returns, no released load writes to blocks of these requests any more."""
         if request_ids:
-            self.in_use.drain(lambda op: op.request_id in request_ids and self._is_released(op.load_id))
+            self._drain(lambda op: op.request_id in request_ids)
+
+    def _drain(self, unwanted: Callable[[LoadOp], bool]) -> None:
+        while not self.in_use.drain(lambda op: unwanted(op) and self._is_released(op.load_id), _PATIENCE):
+            self.poll()  # which tells of a load that does not stop, and ends what nobody works on any more
 
     def poll(self) -> None:
         """Answer for what is past its deadline, or has nobody left to work on it."""

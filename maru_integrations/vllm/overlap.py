@@ -79,14 +79,16 @@ class LoadsInUse:
         """
         return all(underway.ended.wait(timeout) for underway in self._in_use())
 
-    def drain(self, unwanted: Callable[[LoadOp], bool]) -> None:
-        """Stop these loads and block until none of their pages is written to: the blocks are somebody else's next."""
+    def drain(self, unwanted: Callable[[LoadOp], bool], timeout: float) -> bool:
+        """Stop these loads and wait until none of their pages is written to: the blocks are somebody else's next.
+
+        Whether that is so after ``timeout`` seconds; it returns when one load takes that long. May be asked again.
+        """
         with self._lock:
             chosen = [underway for underway in self._loads.values() if unwanted(underway.op)]
         for underway in chosen:
             _cancel(underway.load)
-        for underway in chosen:
-            underway.ended.wait()
+        return all(underway.ended.wait(timeout) for underway in chosen)
 
     def stop(self) -> None:
         """Stop every load, without waiting."""

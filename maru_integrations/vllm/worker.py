@@ -105,6 +105,8 @@ class MaruWorker:
             self._saver = Saver(self.connect, shape, answers, threads.lane(), threads.stores)
         #: A load that this step's forward pass needed failed.
         self._load_failed = False
+        #: A load failed after its release. Set by any thread, taken by vLLM's.
+        self._has_failed_late = False
         self._distrusted_steps = 0
         #: Loads that this step's forward pass reads layer by layer while they arrive.
         self._read_early: list[LoadOp] = []
@@ -221,7 +223,7 @@ class MaruWorker:
                 self._read_undefined[op.load_id] = op
 
     def _failed_late(self) -> None:
-        self._distrusted_steps = _STEPS_IN_FLIGHT
+        self._has_failed_late = True
 
     # -- stores ----------------------------------------------------------------------------------------------------
 
@@ -229,6 +231,8 @@ class MaruWorker:
         """Store, or have stored, the chunks that this step completed; failures skip, never raise."""
         self.settle()
         failed, self._load_failed = self._load_failed, False
+        if self._has_failed_late:
+            self._has_failed_late, self._distrusted_steps = False, _STEPS_IN_FLIGHT
         if self._distrusted_steps:
             self._distrusted_steps -= 1
             failed = True

@@ -145,6 +145,23 @@ def test_a_worker_that_cannot_connect_blames_no_object(world: World, error: Base
     worker.close()
 
 
+def test_a_load_that_fails_late_while_another_such_failure_is_counted_down_counts(world: World) -> None:
+    """The loader's thread tells of it at any moment; steps that may have read it store nothing."""
+    worker = MaruWorker(lambda: world.link, world.answers, SHAPE)
+
+    class Counted(int):
+        def __sub__(self, other: int) -> int:
+            worker._failed_late()
+            return int(self) - other
+
+    worker._distrusted_steps = Counted(1)
+    step = MaruConnectorMetadata(stores=[evolve(world.save(0, 1), asynchronous=False)])
+    for _ in range(2):
+        worker.store(step)
+        assert not world.store.objects
+    worker.close()
+
+
 class Layers:
     """A load by layer that says it is fine, and raises when it is waited for or stopped."""
 

@@ -23,7 +23,7 @@ from maru_core.config import MaruConfig
 from maru_core.namespace import Namespace
 from maru_core.protocol import Presence
 from maru_integrations.vllm.loader import LoaderSettings
-from maru_integrations.vllm.metadata import LATE, UNAVAILABLE, LoadResult, StoreResult
+from maru_integrations.vllm.metadata import CANCELLED, LATE, UNAVAILABLE, LoadResult, StoreResult
 from maru_integrations.vllm.saver import Saver, SaverSettings
 from maru_integrations.vllm.streams import HostLane
 from maru_integrations.vllm.worker import MaruWorker, Threads
@@ -255,6 +255,33 @@ def test_a_load_that_hangs_keeps_only_blocks_that_it_may_write_to(world: World, 
     assert len(world.heard.loads) == count, "each once"
     assert world.holds(5)
     assert [entry["event"] for entry in logs].count("maru.load_stuck") == 1
+
+
+def test_a_released_load_that_does_not_stop_is_told_of_while_its_blocks_are_waited_for(
+    world: World, hang: Hang
+) -> None:
+    """R026: its request is gone, and the step that gives the blocks away can only wait."""
+    first = iter([True])
+    world.pace.pause = lambda: None if next(first, False) else hang()
+    loader = world.loader(release_after=1)
+    with closing(world, loader), capture_logs() as logs:
+        loader.submit([world.load(1, 1, overlap=True)])
+        eventually(lambda: world.take() or world.received == ["r1"])
+        assert hang.reached.wait(NEVER)
+        waiting = threading.Thread(target=loader.cancel, args=([1],))
+        waiting.start()
+
+        def told() -> bool:
+            world.now += 0.5
+            return "maru.load_stuck" in [entry["event"] for entry in logs]
+
+        eventually(told)
+        assert waiting.is_alive()
+        hang.let_go()
+        waiting.join(NEVER)
+        assert not waiting.is_alive()
+        world.take()
+    assert world.heard.loads == [LoadResult(1, 0, CANCELLED)]
 
 
 class Clock:
