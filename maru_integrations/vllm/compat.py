@@ -120,6 +120,11 @@ def times_preempted(request: Any) -> int:
     return int(request.num_preemptions)
 
 
+def loads_within(scheduler_output: Any) -> bool:
+    """Whether some load of this step, whoever's, is read by its forward pass; True where vLLM does not say."""
+    return bool(getattr(scheduler_output, "has_sync_kv_loads", True))
+
+
 def runs_layer_hooks() -> bool:
     """Whether the forward pass that is about to begin calls a hook before each layer. Asked while metadata is bound.
 

@@ -63,6 +63,8 @@ class RequestState:
     asked: bool = False
     passed_over: bool = False
     failed: bool = False
+    #: Tokens that vLLM's own cache and Maru have for it, when it is next scheduled as a new one.
+    expected: int = 0
     tainted: bool = False
     outdated: bool = False
 

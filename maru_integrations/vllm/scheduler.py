@@ -83,6 +83,8 @@ class MaruScheduler:
         self._undefined: list[int] = []
         self._bad = BadBlocks(settings.block_size)
         self._has_outdated = False
+        #: Another connector, beside this one, loads what this step reads. It may fail, which is told after the step.
+        self._loads_elsewhere = False
         self._block_pool: Any = None
         self._told: set[str] = set()
 
@@ -108,6 +110,8 @@ class MaruScheduler:
 
     def match(self, request: Any, local: int) -> tuple[int | None, bool]:
         """Tokens beyond ``local`` that will be loaded, and whether the request is parked while they are."""
+        state = self._state(request)
+        state.expected = local
         if not self._settings.loads:
             return 0, False
         request_id, parks = str(request.request_id), self._settings.parks
@@ -120,7 +124,6 @@ class MaruScheduler:
             return None, False
         if not support.reads_prefix_cache(request):
             return 0, False
-        state = self._state(request)
         tokens = self._matcher.match(state, request.num_tokens, local) if self._resets.caught_up() else 0
         if tokens and not self._is_worth_it(state):
             tokens = 0
@@ -173,6 +176,7 @@ class MaruScheduler:
                 self._parking.end_load(request_id)
             self._matcher.drop(state)
             return
+        state.expected += external
         self._load_ops.append(self._plan_load(state, compat.group_block_ids(blocks)[0], external))
 
     def _plan_load(self, state: RequestState, table: list[int], external: int) -> LoadOp:
@@ -259,13 +263,14 @@ class MaruScheduler:
         preempted = self._preemptions.take(output, self._states)
         if preempted:
             self._take_away(preempted)
-        planned = self._loads.step_planned()
+        planned, elsewhere = self._loads.step_planned(), False
         scheduled: list[tuple[RequestState, int, int]] = []
         for new in output.scheduled_new_reqs:
             state = self._states.get(new.req_id)
             if state is not None:
                 state.blocks = compat.group_block_ids(new.block_ids)[0]
                 scheduled.append((state, new.num_computed_tokens, self._scheduled(output, new.req_id)))
+                elsewhere = elsewhere or new.num_computed_tokens > state.expected
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             state = self._states.get(request_id)
@@ -273,11 +278,13 @@ class MaruScheduler:
                 continue
             fresh = cached.new_block_ids[index]
             if fresh is not None:
-                ids = compat.group_block_ids(fresh)[0]
-                state.blocks = ids if compat.resumed(cached, index) else state.blocks + ids
+                ids, resumed = compat.group_block_ids(fresh)[0], compat.resumed(cached, index)
+                state.blocks = ids if resumed else state.blocks + ids
+                elsewhere = elsewhere or (resumed and cached.num_computed_tokens[index] > state.expected)
             scheduled.append((state, cached.num_computed_tokens[index], self._scheduled(output, request_id)))
         for state, computed, count in scheduled:
             self._bad.overwrite(state.blocks, computed, computed + count)
+        self._loads_elsewhere = elsewhere and compat.loads_within(output)
         if self._has_outdated:
             parked = [
                 (self._states[load.request_id], load.first) for load in planned if load.request_id in self._states
@@ -336,7 +343,9 @@ class MaruScheduler:
             # failed: it was released early and had no room to run. In every step that reads one, for of requests that
             # share a block vLLM takes back the first alone.
             self._undefined.append(state.blocks[bad])
-        return self._planner.plan(self._settings, state, end) if self._resets.caught_up() else None
+        if self._loads_elsewhere or not self._resets.caught_up():
+            return None
+        return self._planner.plan(self._settings, state, end)
 
     # -- answers -------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from maru_core.geometry import ObjectLayout, PagedLayout, PlaneStrides
 from maru_integrations.vllm import compat, setup
+from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.connector import MaruKVConnector
 from maru_integrations.vllm.copies import ChunkShape
 from maru_integrations.vllm.moving import Link
@@ -228,8 +229,10 @@ class Engine:
     def settle(self, seconds: float = NEVER) -> None:
         """Steps without requests: blocks that are kept for loads and stores come back, and stores end, in time."""
         deadline = time.monotonic() + seconds
-        side = self.side._scheduler
-        while time.monotonic() < deadline and (self.scheduler.requests or (side and side._stores.outstanding)):
+        sides = [side._scheduler for side in ours_of(self.scheduler.connector) if side._scheduler is not None]
+        while time.monotonic() < deadline and (
+            self.scheduler.requests or any(side._stores.outstanding for side in sides)
+        ):
             self.step()
         self.step()
         assert not self.scheduler.requests, f"still kept: {sorted(self.scheduler.requests)}"
@@ -315,14 +318,28 @@ def make_engine(
     share: int = 0,
     threads: bool | Threads = False,
     transfer: Callable[..., Any] | None = None,
+    beside: Sequence[Mapping[str, Any]] = (),
 ) -> Engine:
     """An engine on ``store``; ``extra`` goes into the connector's settings.
 
     Without ``threads`` everything is done within the steps, whatever the settings say; with them the worker has those
     that the settings ask for, or those given, and the engine has to be closed. ``ahead``: asynchronous scheduling.
     ``share``: tokens of a step's budget that one request gets at most while there are others; 0: all.
-    ``transfer(caches, paged, stored)`` makes what moves bytes.
+    ``transfer(caches, paged, stored)`` makes what moves bytes. ``beside``: what differs from Maru's connector in those
+    that vLLM has beside it, through its MultiConnector; ``{}`` is Maru's once more, on the same store.
     """
+    ours: dict[str, Any] = {
+        "kv_connector": "MaruKVConnector",
+        "kv_connector_module_path": "maru_integrations.vllm",
+        "kv_role": kv_role,
+        "kv_connector_extra_config": {"maru_kv_chunk_tokens": CHUNK, **(extra or {})},
+    }
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": kv_role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [ours, *({**ours, **other} for other in beside)]},
+    }
     cache = CacheConfig(
         block_size=BLOCK,
         gpu_memory_utilization=0.5,
@@ -344,12 +361,7 @@ def make_engine(
             policy=policy,
             long_prefill_token_threshold=share,
         ),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="MaruKVConnector",
-            kv_connector_module_path="maru_integrations.vllm",
-            kv_role=kv_role,
-            kv_connector_extra_config={"maru_kv_chunk_tokens": CHUNK, **(extra or {})},
-        ),
+        kv_transfer_config=KVTransferConfig(**(several if beside else ours)),
     )
     config.scheduler_config.async_scheduling = ahead  # vLLM switches it off for the CPU
     names = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
@@ -371,31 +383,31 @@ def make_engine(
         setup.connect = connect
     hash_fn = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
     init_none_hash(hash_fn)
-    side = scheduler.connector
-    assert isinstance(side, MaruKVConnector)
-    worker = MaruKVConnector(config, KVConnectorRole.WORKER, kv_cache)
+    sides = ours_of(scheduler.connector)
+    worker: Any = type(scheduler.connector)(config, KVConnectorRole.WORKER, kv_cache)
     caches = [torch.zeros((2, num_blocks, BLOCK, HEADS, SIZE), dtype=torch.int16) for _ in range(LAYERS)]
     shape = caches[0].stride()
     planes = tuple(PlaneStrides(plane * shape[0], shape[1], shape[2], shape[3], shape[4]) for plane in range(2))
     paged = PagedLayout(planes, LAYERS, num_blocks, BLOCK, HEADS, SIZE, 2)
-    plan = worker._plan
+    plan = sides[0]._plan
     assert plan is not None
     stored = ObjectLayout(2, LAYERS // plan.objects_per_chunk, CHUNK, HEADS * SIZE, 2)
 
     def opened() -> Any:
         return (transfer or TorchCopyEngine().open)(caches, paged, stored)
 
-    worker._worker = MaruWorker(
-        lambda: Link(handler(store), opened(), stored, opened()),
-        worker._answers,
-        ChunkShape(BLOCK, CHUNK, stored.nbytes * plan.objects_per_chunk, plan.objects_per_chunk),
-        layer_names=names,
-        threads=setup.threads_of(plan, paged, caches[0].device) if threads is True else threads or None,
-    )
-    side.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+    for side, mine in zip(sides, ours_of(worker), strict=True):
+        mine._worker = MaruWorker(
+            lambda: Link(handler(store), opened(), stored, opened()),
+            mine._answers,
+            ChunkShape(BLOCK, CHUNK, stored.nbytes * plan.objects_per_chunk, plan.objects_per_chunk),
+            layer_names=names,
+            threads=setup.threads_of(plan, paged, caches[0].device) if threads is True else threads or None,
+        )
+        side.set_xfer_handshake_metadata({0: mine.get_handshake_metadata()})
     engine = Engine(
         scheduler,
-        side,
+        sides[0],
         worker,
         store,
         caches,
@@ -409,9 +421,20 @@ def make_engine(
     return engine
 
 
+def ours_of(connector: Any) -> list[MaruKVConnector]:
+    """Maru's connectors among those that vLLM has."""
+    found = getattr(connector, "_connectors", [connector])
+    return [each for each in found if isinstance(each, MaruKVConnector)]
+
+
 def tear(engine: Engine) -> None:
     """Pages that a load did not fill hold garbage, as they do after a copy that was stopped in the middle."""
-    answers = engine.worker._answers
+    for worker in ours_of(engine.worker):
+        tear_loads(engine, worker._answers)
+
+
+def tear_loads(engine: Engine, answers: Answers) -> None:
+    """Those that ``answers`` tells of."""
     tell = answers.load_ended
 
     def told(op: Any, good: int, failed: Sequence[int], reason: str = "") -> None:
@@ -424,7 +447,8 @@ def tear(engine: Engine) -> None:
 
 def watch(engine: Engine) -> None:
     """Check every answer that can kill EngineCore (``reference``, section 10) where it is given."""
-    side, worker, scheduler = engine.side, engine.worker, engine.scheduler
+    worker, scheduler = engine.worker, engine.scheduler
+    side: Any = scheduler.connector
     match, after_alloc, build = (
         side.get_num_new_matched_tokens,
         side.update_state_after_alloc,
@@ -474,9 +498,9 @@ def watch(engine: Engine) -> None:
 
     def checked_finished(request: Request, blocks: tuple[list[int], ...]) -> tuple[bool, Any]:
         answer = finished(request, blocks)
-        held, nothing = answer
+        held, parameters = answer
         assert type(held) is bool
-        assert nothing is None
+        assert parameters is None or not isinstance(side, MaruKVConnector)
         if held:
             assert request.request_id not in engine.held
             engine.held.add(request.request_id)

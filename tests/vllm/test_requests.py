@@ -60,6 +60,7 @@ def output(**scheduled: tuple[list[int], int, int]) -> Any:
         ),
         num_scheduled_tokens={name: count for name, (_, _, count) in scheduled.items()},
         scheduled_spec_decode_tokens={},
+        has_sync_kv_loads=False,
     )
 
 
