@@ -131,12 +131,15 @@ def _planes(
     if len(axes) == 4 and backend in PACKED and (axes[1][0], axes[3][0]) == (heads, 2 * head_size):
         blocks, kv_heads, tokens, (_, step) = axes
         return tuple(_Axes(plane * head_size * step, blocks, tokens, kv_heads, (head_size, step)) for plane in range(2))
-    if len(axes) == 4 and backend == "CPU_ATTN" and (axes[1][0], axes[3][0]) == (heads, 2 * head_size):
-        blocks, kv_heads, (count, row), (_, step) = axes
-        if isa not in TRANSPOSED_K_ISAS or step != 1 or row != 2 * head_size:
+    if len(axes) in (4, 5) and backend == "CPU_ATTN" and isa in TRANSPOSED_K_ISAS:
+        # 5-D, up to 0.22: (2, blocks, heads, tokens, head_size).
+        blocks, kv_heads, (count, row), (width, step) = axes[-4:]
+        per_row = head_size if len(axes) == 5 else 2 * head_size
+        if (kv_heads[0], row, width, step) != (heads, per_row, per_row, 1) or (len(axes) == 5 and axes[0][0] != 2):
             return None
         keys = _Axes(0, blocks, (count, 1), kv_heads, (head_size, count))
-        values = _Axes(count * head_size, blocks, (count, head_size), kv_heads, (head_size, 1))
+        offset = axes[0][1] if len(axes) == 5 else count * head_size
+        values = _Axes(offset, blocks, (count, head_size), kv_heads, (head_size, 1))
         return keys, values
     if backend in LATENT and heads == 1:
         if len(axes) == 4 and axes[1][0] == 1:

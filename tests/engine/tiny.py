@@ -45,7 +45,8 @@ class Tiny:
             "num_gpu_blocks_override": 40,
             "max_num_batched_tokens": 512,
             "max_num_seqs": 8,
-            "distributed_executor_backend": "uni",
+            # Not "uni": vLLM 0.22 makes a process of its own of that on the CPU.
+            "distributed_executor_backend": "benchmarks.one_process.OneProcess",
             "disable_log_stats": False,
             "kv_transfer_config": {
                 "kv_connector": "MaruKVConnector",

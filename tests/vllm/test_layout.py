@@ -119,11 +119,25 @@ def test_cpu_pages_hold_keys_transposed(isa):
     assert keys.block == values.block == H * 2 * N * D
 
 
+def test_cpu_pages_of_old_hold_keys_transposed_in_a_plane_of_their_own():
+    """vLLM 0.22."""
+    paged, _ = describe(allocate((2, B, H, N, D), (0, 1, 2, 3, 4)), backend="CPU_ATTN", isa="vec")
+    keys, values = paged.planes
+    assert (keys.offset, keys.token, keys.dim) == (0, 1, N)
+    assert (values.offset, values.token, values.dim) == (B * H * N * D, D, 1)
+    assert keys.head == values.head == N * D
+    assert keys.block == values.block == H * N * D
+
+
 REFUSED = [
     pytest.param((B, H, N, 2 * D), (0, 1, 2, 3), {"backend": "CPU_ATTN", "isa": "amx"}, id="CPU pages of AMX"),
     pytest.param((B, H, N, 2 * D), (0, 1, 2, 3), {"backend": "CPU_ATTN", "isa": None}, id="CPU, unknown isa"),
     pytest.param((B, N, H, 2 * D), (0, 2, 1, 3), {"backend": "CPU_ATTN", "isa": "vec"}, id="CPU, token-major"),
-    pytest.param((2, B, H, N, D), (0, 1, 2, 3, 4), {"backend": "CPU_ATTN", "isa": "vec"}, id="CPU of 0.22"),
+    pytest.param((2, B, H, N, D), (0, 1, 2, 3, 4), {"backend": "CPU_ATTN", "isa": "amx"}, id="CPU of 0.22, AMX"),
+    pytest.param(
+        (2, B, H, N, D), (0, 1, 3, 2, 4), {"backend": "CPU_ATTN", "isa": "vec"}, id="CPU of 0.22, token-major"
+    ),
+    pytest.param((B, 2, H, N, D), (0, 1, 2, 3, 4), {"backend": "CPU_ATTN", "isa": "vec"}, id="CPU with blocks first"),
     pytest.param((2, B, H, N, D), (0, 1, 2, 3, 4), {}, id="heads where tokens belong"),
     pytest.param((B, 2, N, H, D), (0, 1, 2, 3, 4), {}, id="flash with blocks first"),
     pytest.param((2, B, N, H, D), (0, 1, 2, 3, 4), {"backend": "TRITON_ATTN"}, id="triton with planes first"),
