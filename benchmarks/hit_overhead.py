@@ -6,9 +6,12 @@ turns with hits of the same prompts in vLLM's own prefix cache. ``on a bus``: ea
 without the lock, as long as the copy of 2 GiB takes; ``ideal``: a bus that serves requests as they come, without a
 gap, and then a hit in vLLM's own cache with one client. ``bus used``: from the first request until the last load has
 ended. ``--trace`` shows where the time of a hit goes and what each hook costs vLLM's thread.
+``--overlap``: loads go layer by layer on that bus instead, and hits that are released as soon as they may take turns
+with those of ``maru_overlap_spare_decodes``.
 
 Exits with 1 when a hit with one client takes over twice as long as in vLLM's own cache, when the mean on the bus is
-over 1.3 times the ideal one, or when 8 clients use less than 0.8 of the bus.
+over 1.3 times the ideal one, or when 8 clients use less than 0.8 of the bus; with ``--overlap`` when sparing decodes
+makes the longest gap between two tokens longer with several clients, or the mean TTFT by over a tenth.
 Run in ``.venv``, which scripts/setup-env.sh makes: ``python benchmarks/hit_overhead.py [--json FILE]``.
 """
 
@@ -35,23 +38,33 @@ from benchmarks.outcome import Bound, Least, Outcome, main
 from benchmarks.stages import milliseconds, told
 
 TOKENS, HIT, NEW, DOCUMENTS = 16_389, 16_384, 32, 8
+#: Of the model: one load by layer is to be of many.
+LAYERS, OVERLAP_LAYERS = 2, 16
 #: The smallest that the CPU takes.
 BLOCK = 32
 #: Of the objects of a hit.
 CHUNK = 256
 OWN, MARU, BUS = "vLLM's own cache", "Maru", "Maru on a bus"
+NOTE = f"hits of {HIT} tokens, {NEW} new ones"
+AT_ONCE, SPARED = "released at once", "decodes spared"
 #: Added to a hit with one client, over a hit in vLLM's own cache; mean TTFT over the ideal one, by clients.
 ADDED, OVER_IDEAL, USED = 1.0, {1: 1.3, 4: 1.3, 8: 1.3}, 0.8
+#: With decodes spared over without: longest gaps with several clients, TTFT.
+GAPS, LATER = 1.0, 1.1
 
 
 @dataclass
 class Found:
-    """What one kind of runs showed, by clients. ``used``: shares of the bus; ``ideal``: TTFTs with an ideal bus."""
+    """What one kind of runs showed, by clients. ``used``: shares of the bus; ``ideal``: TTFTs with an ideal bus.
+
+    ``gap``: the longest between two tokens, of each run.
+    """
 
     ttft: dict[int, list[float]] = field(default_factory=dict)
     tpot: dict[int, list[float]] = field(default_factory=dict)
     ideal: dict[int, list[float]] = field(default_factory=dict)
     used: dict[int, list[float]] = field(default_factory=dict)
+    gap: dict[int, list[float]] = field(default_factory=dict)
 
 
 def ideal(sent: Sequence[float], load: float, step: float) -> list[float]:
@@ -122,6 +135,18 @@ class Bench:
         self.pace(0.0)
         return found
 
+    def spared(self, repeats: int, load: float) -> dict[str, Found]:
+        """Hits from Maru whose loads take ``load`` seconds, released in both ways in turn."""
+        found = {AT_ONCE: Found(), SPARED: Found()}
+        self.pace(load)
+        for number in range(repeats):
+            for clients in self._options.clients:
+                for name in sorted(found, reverse=number % 2 == 1):
+                    self._engine.rpc("maru_spare", name == SPARED)
+                    _add(found[name], clients, self.send(clients, forget=True))
+        self.pace(0.0)
+        return found
+
     def pace(self, load: float) -> None:
         """How many seconds of the bus a hit takes; 0: none but its copy's own."""
         self._engine.rpc("maru_pace", load * 1e3 / (HIT // CHUNK * self._options.objects))
@@ -138,6 +163,7 @@ class Bench:
 def _add(found: Found, clients: int, run: Run) -> None:
     found.ttft.setdefault(clients, []).extend(answer.ttft for answer in run.answers)
     found.tpot.setdefault(clients, []).extend(answer.tpot for answer in run.answers)
+    found.gap.setdefault(clients, []).append(max(gap for answer in run.answers for gap in answer.gaps))
 
 
 def judge(plain: Mapping[str, Found], bus: Found) -> Outcome:
@@ -168,11 +194,39 @@ def judge(plain: Mapping[str, Found], bus: Found) -> Outcome:
         bounds.append(Bound(f"{clients} clients on a bus: TTFT / ideal", over, OVER_IDEAL[clients]))
         if clients == DOCUMENTS:
             bounds.append(Least(f"{clients} clients: share of the bus that is used", share, USED))
-    figures = {
-        name: {kind: {str(clients): values for clients, values in part.items()} for kind, part in vars(found).items()}
-        for name, found in {**plain, BUS: bus}.items()
+    return Outcome(table, _figures({**plain, BUS: bus}), bounds, [NOTE])
+
+
+def judge_spared(found: Mapping[str, Found]) -> Outcome:
+    """The table and bounds of ``--overlap``."""
+    heads = [
+        f"{what}, {name}" for what in ("TTFT ms, median / 95 %", "per token ms", "longest gap ms") for name in found
+    ]
+    table = [["", *heads]]
+    bounds: list[Bound] = []
+    at_once, spared = found[AT_ONCE], found[SPARED]
+    for clients in spared.ttft:
+        table.append(
+            [
+                f"{clients} clients",
+                *(milliseconds(one.ttft[clients]) for one in found.values()),
+                *(f"{statistics.median(one.tpot[clients]) * 1e3:.2f}" for one in found.values()),
+                *(f"{statistics.median(one.gap[clients]) * 1e3:.1f}" for one in found.values()),
+            ]
+        )
+        later = statistics.mean(spared.ttft[clients]) / statistics.mean(at_once.ttft[clients])
+        bounds.append(Bound(f"{clients} clients: TTFT, {SPARED} / {AT_ONCE}", later, LATER))
+        if clients > 1:
+            gaps = statistics.median(spared.gap[clients]) / statistics.median(at_once.gap[clients])
+            bounds.append(Bound(f"{clients} clients: longest gap, {SPARED} / {AT_ONCE}", gaps, GAPS))
+    return Outcome(table, _figures(found), bounds, [NOTE, "longest gap: the median of runs"])
+
+
+def _figures(found: Mapping[str, Found]) -> dict[str, Any]:
+    return {
+        name: {kind: {str(clients): values for clients, values in part.items()} for kind, part in vars(one).items()}
+        for name, one in found.items()
     }
-    return Outcome(table, figures, bounds, [f"hits of {HIT} tokens, {NEW} new ones"])
 
 
 @contextmanager
@@ -202,10 +256,15 @@ def engine_of(options: argparse.Namespace) -> Iterator[tuple[OnlineEngine, int]]
 
 def measure(options: argparse.Namespace) -> Outcome:
     """Everything, on one engine."""
+    options.layers = options.layers or (OVERLAP_LAYERS if options.overlap else LAYERS)
+    if options.overlap:
+        options.settings = {**options.settings, "maru_overlap_load_with_compute": True}
     options.objects = options.layers if options.settings.get("maru_use_layerwise") else 1
     with engine_of(options) as (engine, vocabulary):
         bench = Bench(engine, documents(vocabulary), options)
         bench.store()
+        if options.overlap:
+            return judge_spared(bench.spared(options.repeats, options.load_ms / 1e3))
         plain = bench.both(options.repeats)
         step = statistics.median(plain[OWN].ttft[min(options.clients)])
         bus = bench.on_bus(options.repeats, options.load_ms / 1e3, step)
@@ -227,7 +286,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """How long it takes."""
     parser.add_argument("--repeats", type=int, default=3, help="times that all documents are sent (default 3)")
     parser.add_argument("--clients", type=_numbers_of, default=[1, 4, 8], help="default 1,4,8")
-    parser.add_argument("--layers", type=int, default=2, help="of the model (default 2)")
+    parser.add_argument("--layers", type=int, help=f"of the model (default {LAYERS}, with --overlap {OVERLAP_LAYERS})")
+    parser.add_argument("--overlap", action="store_true", help="compare ways to release loads by layer")
     parser.add_argument("--pool", default="1G", help="size of Maru's pool (default 1G)")
     parser.add_argument("--load-ms", type=float, default=40.0, help="a load on the bus (default 40)")
     parser.add_argument("--settings", type=json.loads, default=SETTINGS, metavar="JSON", help="of Maru")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from benchmarks.beside_python import sleep_outside
 from maru_core.brake import Brake
@@ -42,12 +42,13 @@ HOOKS = (
 class Bus:
     """A transfer that takes as long as so many bytes on a bus would, in one call without the interpreter's lock.
 
-    What it wraps moves the real bytes, which should be few. Implements ``Transfer`` and ``PreparesLoads``. Nothing
-    yields in between: meant for loads of one size.
+    What it wraps moves the real bytes, which should be few. Implements ``Transfer``, ``PreparesLoads`` and, for a
+    transfer that does, ``LoadsByLayer``. Nothing yields in between: meant for loads of one size.
     """
 
     inner: Any
     seconds_per_copy: float
+    layers: int = 1
     #: Begin and end of everything that was moved.
     log: list[tuple[float, float]] = field(factory=list)
 
@@ -62,6 +63,11 @@ class Bus:
     def prepare_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> OnBus:
         """Planned by what is wrapped."""
         return OnBus(self, prepare(self.inner, block_ids, copies), len(copies))
+
+    def begin_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> LayersOnBus:
+        """Its layers arrive one after another, each with its share of the time."""
+        inner = self.inner.begin_load(block_ids, copies)
+        return LayersOnBus(self, inner, self.layers, time.perf_counter(), len(copies) * self.seconds_per_copy)
 
     def close(self) -> None:
         """Close what is wrapped."""
@@ -94,6 +100,42 @@ class OnBus:
     def close(self) -> None:
         """Let go of the buffers."""
         self.inner.close()
+
+
+@define
+class LayersOnBus:
+    """Implements LayeredLoad: each layer is there when its bytes are, and its time on the bus is over."""
+
+    bus: Bus
+    inner: Any
+    layers: int
+    begun: float
+    seconds: float
+
+    def layers_done(self) -> int:
+        """By the clock."""
+        elapsed = time.perf_counter() - self.begun
+        return min(int(self.inner.layers_done()), int(elapsed / self.seconds * self.layers))
+
+    def wait_layer(self, layer: int) -> None:
+        """As on the host."""
+        self.inner.wait_layer(layer)
+        self._wait(layer + 1)
+
+    def finish(self) -> None:
+        """Also when it was cancelled."""
+        self.inner.finish()
+        self._wait(self.layers)
+        self.bus.log.append((self.begun, time.perf_counter()))
+
+    def cancel(self) -> None:
+        """What is on the bus goes on."""
+        self.inner.cancel()
+
+    def _wait(self, layers: int) -> None:
+        left = self.begun + self.seconds * layers / self.layers - time.perf_counter()
+        if left > 0:
+            sleep_outside(left)
 
 
 @define
@@ -212,8 +254,15 @@ class HitTrace:
             transfer = getattr(link, name)
             transfer = transfer.inner if isinstance(transfer, Bus) else transfer
             if milliseconds_per_object and transfer is not None:
-                transfer = Bus(transfer, milliseconds_per_object / 1e3)
+                transfer = Bus(transfer, milliseconds_per_object / 1e3, len(worker._hooks.index))
             setattr(link, name, transfer)
+
+    def maru_spare(self, spares: bool) -> None:
+        """From now on as with ``maru_overlap_spare_decodes``, or without it. Not while a load is under way."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        loader = get_kv_transfer_group()._worker._loader
+        loader._settings = evolve(loader._settings, spares_decodes=spares)
 
     def maru_bus(self) -> list[tuple[float, float]]:
         """When loads were on the bus since this was last asked."""

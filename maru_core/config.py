@@ -168,6 +168,13 @@ class MaruConfig:
     overlap_release_after_layers: int = _setting(
         1, POSITIVE, "Layers that must be loaded before an overlapped request is released to compute.", "layers"
     )
+    overlap_spare_decodes: bool = _setting(
+        True,
+        BOOLEAN,
+        "While other requests compute, release an overlapped request no earlier than its step goes through without "
+        "waiting for the load, in which they would wait, too. Off: always as soon as "
+        "`maru_overlap_release_after_layers` layers are there.",
+    )
     load_admission_window: int = _setting(
         0, COUNT, "Most loads of parked requests in flight at a time; 0: no limit.", "requests"
     )

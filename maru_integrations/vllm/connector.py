@@ -175,6 +175,7 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             cancelled_loads=scheduler.take_cancelled(),
             received=tuple(received),
             undefined=scheduler.take_undefined(),
+            computing=len(scheduler_output.num_scheduled_tokens),
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -307,6 +308,8 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._guard.run("end", lambda: None, self._worker.end)
         sent, received = self._answers.take_finished()
+        if received and self._worker is not None:
+            self._worker.told(received)
         return sent or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:

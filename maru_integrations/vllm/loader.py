@@ -13,17 +13,18 @@ from typing import Any
 from attrs import frozen
 
 from maru_core import logs
-from maru_core.brake import Brake
+from maru_core.brake import Brake, Pull
 from maru_core.contracts import LayeredLoad, LoadsByLayer, PreparedCopies, PreparedLayeredLoad
 from maru_core.errors import BackendError, TransferError, Unavailable
-from maru_core.foreign import show
+from maru_core.foreign import pass_interrupt, show
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape, chunks_of, failed_blocks, problem_of
 from maru_integrations.vllm.loadqueue import Ended, LoadJob, LoadQueue, cut
 from maru_integrations.vllm.metadata import CANCELLED, LATE, UNAVAILABLE, LoadOp
 from maru_integrations.vllm.moving import Link, Planned, carry_out, leading, plan, plan_layers
 from maru_integrations.vllm.nextload import NextLoad, Plan
-from maru_integrations.vllm.overlap import LoadsInUse
+from maru_integrations.vllm.overlap import LoadsInUse, stop
+from maru_integrations.vllm.release import Outlook, Progress, Recent, is_due
 from maru_integrations.vllm.streams import Lane, on_lane
 from maru_transfer.helpers import share
 
@@ -42,10 +43,14 @@ _BEHIND = "a load before it was told to stop and has not returned"
 
 @frozen
 class LoaderSettings:
-    """``piece_bytes``: a large load may be asked to yield after that. ``release_after``: layers; 0: never early."""
+    """``piece_bytes``: a large load may be asked to yield after that. ``release_after``: layers; 0: never early.
+
+    ``spares_decodes``: with that many layers a load is released by :meth:`Loader.release` only, or by its end.
+    """
 
     piece_bytes: int = 256 << 20
     release_after: int = 0
+    spares_decodes: bool = False
     num_layers: int = 0
     log_timing: bool = False
 
@@ -53,6 +58,16 @@ class LoaderSettings:
     def releases_early(self) -> bool:
         """Whether requests may go on before all of their layers are there."""
         return 0 < self.release_after < self.num_layers
+
+
+@frozen(eq=False)
+class _Held:
+    """A load that goes on, with enough layers for its request to go on, too. ``began``: by the clock."""
+
+    job: LoadJob
+    load: LayeredLoad
+    began: float
+    layer_bytes: float
 
 
 class Loader:
@@ -99,6 +114,10 @@ class Loader:
         #: What the thread moves bytes with, for people.
         self._engine = ""
         self._told_plain = False
+        #: What :meth:`release` may release. Taken back before its load is let go of.
+        self._held: _Held | None = None
+        #: Seconds per byte of loads by layer that ended well.
+        self._pace = Recent()
         #: Loads that may have been released.
         self.in_use = LoadsInUse()
 
@@ -159,6 +178,31 @@ class Loader:
     def _drain(self, unwanted: Callable[[LoadOp], bool]) -> None:
         while not self.in_use.drain(lambda op: unwanted(op) and self._is_released(op.load_id), _PATIENCE):
             self.poll()  # which tells of a load that does not stop, and ends what nobody works on any more
+
+    def release(self, computing: int, outlook: Outlook) -> None:
+        """A step of so many requests ends: let a request go on whose load is under way, if that is due."""
+        held = self._held
+        if held is None:
+            return
+        progress = self._progress(held)
+        if progress is None or not is_due(progress, self._settings.release_after, computing, outlook):
+            return
+        with self._ready:
+            if self._held is held and self._queue.release(held.job):
+                self._held = None
+                # Before anybody can see its end, which would be told as one of a load that was not released.
+                self._answers.load_released(held.job.op)
+
+    def _progress(self, held: _Held) -> Progress | None:
+        try:
+            done = held.load.layers_done()
+        except BaseException as error:  # noqa: BLE001 - a plugin's code; the loader's thread hears and tells of it
+            pass_interrupt(error)
+            return None
+        with self._ready:
+            pace = self._pace.median
+        usual = None if pace is None else pace * held.layer_bytes
+        return Progress(done, self._settings.num_layers, self._clock() - held.began, usual)
 
     def poll(self) -> None:
         """Answer for what is past its deadline, or has nobody left to work on it."""
@@ -227,6 +271,10 @@ class Loader:
 
     def _set_brake(self) -> None:
         self._brake.pull = self._queue.pull(self._clock())
+        held = self._held
+        if held is not None and self._brake.pull is Pull.STOP:
+            self._held = None
+            stop(held.load)
 
     def _is_released(self, load_id: int) -> bool:
         with self._ready:
@@ -345,26 +393,34 @@ class Loader:
         with closing(planned.load), located.reading(), self._copying(job) as allowed:
             if not allowed:
                 return 0, 0
+            began, nbytes = self._clock(), planned.count * self._shape.nbytes / self._shape.objects
             # First, so that the bus waits for nothing that can be done meanwhile.
             load = planned.load.begin()
+            held = _Held(job, load, began, nbytes / self._settings.num_layers)
             self.in_use.begin(job.op, load)
             sound = True
             try:
-                sound = self._follow(job, load, share(beside, located.check))
+                sound = self._follow(held, share(beside, located.check))
                 if sound:
                     self._plan_ahead(job, link, beside)
             finally:
                 try:
                     load.finish()
+                    with self._ready:
+                        self._pace.add((self._clock() - began) / nbytes)
                 except TransferError:
                     if sound:
                         raise
+                finally:
+                    with self._ready:
+                        self._held = None
         if not sound:  # what comes before the first that is not sound may be used
             return self._move_plainly(job, link, beside)
         return planned.count, leading(located.verify())
 
-    def _follow(self, job: LoadJob, load: LayeredLoad, checking: Future[list[bool]]) -> bool:
-        """Release the request as soon as enough layers are there. Whether its objects are sound, as far as is known."""
+    def _follow(self, held: _Held, checking: Future[list[bool]]) -> bool:
+        """Until the request may go on: enough layers are there. Whether its objects are sound, as far as is known."""
+        job, load = held.job, held.load
         while load.layers_done() < self._settings.release_after or not checking.done():
             if job.cancelled or job.expires <= self._clock():
                 load.cancel()
@@ -374,6 +430,10 @@ class Loader:
             load.cancel()
             return False
         with self._ready:
+            if self._settings.spares_decodes:
+                self._held = held
+                self._set_brake()
+                return True
             released = self._queue.release(job)
         if released:
             self._answers.load_released(job.op)

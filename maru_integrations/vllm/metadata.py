@@ -89,6 +89,7 @@ class MaruConnectorMetadata(KVConnectorMetadata):
     step may read their blocks.
     ``undefined``: blocks that requests of this step read although what they hold is undefined: a worker reports them as
     failed with this step. Their load failed, which vLLM overlooked or left to another request that has gone since.
+    ``computing``: how many requests the step computes.
     """
 
     weights_epoch: int = 0
@@ -99,6 +100,7 @@ class MaruConnectorMetadata(KVConnectorMetadata):
     cancelled_loads: Sequence[int] = ()
     received: Sequence[str] = ()
     undefined: Sequence[int] = ()
+    computing: int = 0
 
 
 @frozen

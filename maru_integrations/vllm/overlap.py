@@ -34,6 +34,11 @@ class LoadsInUse:
         self._lock = threading.Lock()
         self._loads: dict[int, _Underway] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether none is under way: asked before each layer of each step."""
+        return not self._loads
+
     def begin(self, op: LoadOp, load: LayeredLoad) -> None:
         """A load is under way."""
         with self._lock:
@@ -87,7 +92,7 @@ class LoadsInUse:
         with self._lock:
             chosen = [underway for underway in self._loads.values() if unwanted(underway.op)]
         for underway in chosen:
-            _cancel(underway.load)
+            stop(underway.load)
         return all(underway.ended.wait(timeout) for underway in chosen)
 
     def stop(self) -> None:
@@ -95,18 +100,18 @@ class LoadsInUse:
         with self._lock:
             loads = list(self._loads.values())
         for underway in loads:
-            _cancel(underway.load)
+            stop(underway.load)
 
     def _in_use(self) -> list[_Underway]:
-        # Asked before each layer of each step. What is in use was begun before this thread heard of it, so it is seen.
+        # What is in use was begun before this thread heard of it, so it is seen.
         if not self._loads:
             return []
         with self._lock:
             return [underway for underway in self._loads.values() if underway.in_use]
 
 
-def _cancel(load: LayeredLoad) -> None:
-    """What cannot be stopped goes on to its end, for which everybody waits anyway."""
+def stop(load: LayeredLoad) -> None:
+    """Cancel it. What cannot be stopped goes on to its end, for which everybody waits anyway."""
     try:
         load.cancel()
     except BaseException as error:  # noqa: BLE001 - a plugin's code, see pass_interrupt

@@ -79,6 +79,8 @@ def warn_of_idle_knobs(config: MaruConfig, *, parks: bool) -> None:
         idle["overlap_load_with_compute"] = "it needs maru_async_load"
     if "maru_overlap_release_after_layers" in config.sources and not overlaps(config):
         idle["overlap_release_after_layers"] = "it needs maru_overlap_load_with_compute and maru_async_load"
+    if "maru_overlap_spare_decodes" in config.sources and not overlaps(config):
+        idle["overlap_spare_decodes"] = "it needs maru_overlap_load_with_compute and maru_async_load"
     if config.load_admission_window and not parks:
         idle["load_admission_window"] = "it needs maru_async_load"
     for name, reason in idle.items():
@@ -187,7 +189,12 @@ def threads_of(plan: Plan, paged: PagedLayout, device: Any) -> Threads:
     loads = stores = None
     if config.async_load:
         early = config.overlap_release_after_layers if config.overlap_load_with_compute else 0
-        loads = LoaderSettings(release_after=early, num_layers=paged.num_layers, log_timing=config.log_timing)
+        loads = LoaderSettings(
+            release_after=early,
+            spares_decodes=config.overlap_spare_decodes,
+            num_layers=paged.num_layers,
+            log_timing=config.log_timing,
+        )
     if config.async_store:
         page = len(paged.planes) * paged.num_layers * paged.block_size * paged.hidden * paged.element_size
         # What waits to be stored keeps its blocks from others.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from attrs import define, frozen
 
@@ -26,6 +26,7 @@ from maru_integrations.vllm.metadata import (
 )
 from maru_integrations.vllm.moving import Link, fetch, write
 from maru_integrations.vllm.overlap import LayerHooks
+from maru_integrations.vllm.release import Rhythm
 from maru_integrations.vllm.saver import Saver, SaverSettings
 from maru_integrations.vllm.streams import Lane
 
@@ -93,6 +94,9 @@ class MaruWorker:
         self._link: Link | None = None
         self._connecting = threading.Lock()
         self._hooks = LayerHooks(layer_names)
+        self._rhythm = Rhythm()
+        #: Requests that this step computes.
+        self._computing = 0
         self._loader: Loader | None = None
         self._saver: Saver | None = None
         #: Whether a step may have to wait before a layer: only then does anybody need to be told of each.
@@ -164,7 +168,12 @@ class MaruWorker:
         in_use.use(metadata.received)
         arriving = in_use.ops()
         needed = bool(arriving)
-        if self._hooks.begin_step(needed and not has_hooks(), needed):
+        self._computing = metadata.computing
+        whole = (needed or bool(metadata.received)) and not has_hooks()
+        if metadata.received:
+            by_layer = self._hooks.trusted and not whole
+            self._rhythm.begin(metadata.received, metadata.computing, by_layer=by_layer)
+        if self._hooks.begin_step(whole, needed):
             for layer in range(len(self._hooks.index)):
                 self._wait_layer(layer)
         else:
@@ -218,9 +227,12 @@ class MaruWorker:
             self._wait_layer(layer)
 
     def _wait_layer(self, layer: int) -> None:
-        if self._loader is not None:
-            for op in self._loader.in_use.wait_layer(layer):
-                self._read_undefined[op.load_id] = op
+        if self._loader is None or self._loader.in_use.is_empty:
+            return
+        start = time.monotonic()
+        for op in self._loader.in_use.wait_layer(layer):
+            self._read_undefined[op.load_id] = op
+        self._rhythm.waited(time.monotonic() - start)
 
     def _failed_late(self) -> None:
         self._has_failed_late = True
@@ -250,6 +262,8 @@ class MaruWorker:
         """The forward pass is queued: find out whether the loads that it may have read have failed."""
         if self._loader is None or not self.waits_by_layer:
             return
+        if self._rhythm.measures:
+            self._rhythm.end()
         arriving, self._read_early = self._read_early, []
         if self._hooks.end_step():
             self._log.error(
@@ -319,6 +333,12 @@ class MaruWorker:
         for thread in (self._loader, self._saver):
             if thread is not None:
                 thread.poll()
+        if self._loader is not None:
+            self._loader.release(self._computing, self._rhythm.outlook)
+
+    def told(self, received: Collection[str]) -> None:
+        """These were reported as received with the end of the step."""
+        self._rhythm.told(received, self._computing)
 
     def close(self) -> None:
         """End the threads, in bounded time, unmap, and end the session."""

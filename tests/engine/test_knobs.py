@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import IN_PROCESS, end, result_of, spawn
-from tests.engine.knobs import FORMER, OVERLAP, RELEASE, SETS, SUITE, WINDOW, WORTH
+from tests.engine.knobs import FORMER, OVERLAP, RELEASE, SETS, SPARE, SUITE, WINDOW, WORTH
 from tests.engine.test_tiny_engine import scenario
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 #: Settings that do nothing in a set, because what they need is off.
-IDLE: dict[str, set[str]] = {"overlap": {OVERLAP}, "release": {RELEASE}, "window": {WINDOW}}
+IDLE: dict[str, set[str]] = {
+    "overlap": {OVERLAP},
+    "release": {RELEASE},
+    "spare": {SPARE},
+    "window": {WINDOW},
+}
 
 #: Sets in which requests go on before their loads have ended.
 EARLY = {"load-overlap", "former-names", "all-chunkwise", "all-layerwise"}

@@ -300,10 +300,10 @@ def test_requests_can_have_all_blocks_but_the_null_block(
 
 
 @pytest.mark.parametrize("needs_parking", [False, True])
-@pytest.mark.parametrize("bits", range(32))
+@pytest.mark.parametrize("bits", range(64))
 def test_every_combination_of_knobs(bits: int, needs_parking: bool) -> None:
     """A knob warns exactly when what it needs is off, whatever the others say."""
-    load, store, overlap, release, window = (bool(bits >> place & 1) for place in range(5))
+    load, store, overlap, release, window, spare = (bool(bits >> place & 1) for place in range(6))
     extra: dict[str, Any] = {
         "maru_async_load": load,
         "maru_async_store": store,
@@ -313,6 +313,8 @@ def test_every_combination_of_knobs(bits: int, needs_parking: bool) -> None:
         extra["maru_overlap_release_after_layers"] = 2
     if window:
         extra["maru_load_admission_window"] = 3
+    if spare:
+        extra["maru_overlap_spare_decodes"] = bool(bits & 1)
     config = MaruConfig.from_mapping(extra, {})
     with capture_logs() as logs:
         setup.warn_of_idle_knobs(config, parks=load or needs_parking)
@@ -321,6 +323,8 @@ def test_every_combination_of_knobs(bits: int, needs_parking: bool) -> None:
         expected.add("maru_overlap_load_with_compute")
     if release and not (overlap and load):
         expected.add("maru_overlap_release_after_layers")
+    if spare and not (overlap and load):
+        expected.add("maru_overlap_spare_decodes")
     if window and not (load or needs_parking):
         expected.add("maru_load_admission_window")
     assert idle_knobs(logs) == expected

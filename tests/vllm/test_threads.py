@@ -45,7 +45,8 @@ NAMES = ["-".join(name.removeprefix("maru_").split("_")[0 if "async" not in name
 def threaded(engine_on: EngineOn, store: FakeStore, knobs: dict[str, Any], pace: Pace, **options: Any) -> Iterator[Any]:
     """An engine with the threads that ``knobs`` ask for; its threads have ended afterwards."""
     early = 1 if "maru_overlap_load_with_compute" in knobs else 0
-    loads = LoaderSettings(piece_bytes=4096, release_after=early, num_layers=LAYERS)
+    spares = options.pop("spares", True)
+    loads = LoaderSettings(piece_bytes=4096, release_after=early, spares_decodes=spares, num_layers=LAYERS)
     # Objects have 2 KiB.
     stores = SaverSettings(options.pop("limit", 1 << 30), piece_bytes=8192, part_bytes=4096, drain_seconds=5)
     threads = Threads(
@@ -179,6 +180,7 @@ def test_random_lives_with_threads(engine_on: EngineOn, knobs: dict[str, Any], s
         "max_seqs": rng.choice([2, 8]),
         "load_timeout": rng.choice([0.004, 20]),
         "limit": rng.choice([4096, 1 << 30]),
+        "spares": seed != 1,
     }
     with threaded(engine_on, store, knobs, pace, **options) as engine:
         free = engine.free_blocks()
