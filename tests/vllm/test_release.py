@@ -38,6 +38,23 @@ def test_whatever_is_measured_the_minimum_holds_and_nothing_is_held_for_nothing(
         assert is_due(progress, minimum, 0, outlook)
 
 
+@pytest.mark.parametrize(
+    ("done", "computing", "outlook", "due"),
+    [
+        (1, 0, Outlook(0.0, 0.0), True),
+        (1, 1, Outlook(0.0, 0.0), False),
+        (1, 1, Outlook(None, 0.0), True),
+        (1, 1, Outlook(0.0, None), True),
+        (0, 0, Outlook(), False),
+        (1, 1, Outlook(0.02, 0.0188), True),
+        (1, 1, Outlook(0.02, 0.0187), False),
+        (32, 1, Outlook(0.0, 0.0), True),
+    ],
+)
+def test_a_load_of_which_38_75_ms_are_left(done: int, computing: int, outlook: Outlook, due: bool) -> None:
+    assert is_due(Progress(done, 32, 0.00125, 0.00125), 1, computing, outlook) is due
+
+
 @given(st.integers(1, 80), SECONDS, st.floats(0, 1, exclude_max=True), SECONDS)
 def test_what_is_left_of_a_load_of_constant_speed(layers: int, layer: float, share: float, unlike: float) -> None:
     """Known exactly from loads before; without them, or when those were unlike, not less than what this one shows."""
@@ -227,7 +244,7 @@ def test_what_is_reported_while_nobody_computes_says_nothing_about_steps_that_do
     it.told(["a"], 0)
     step(it, clock, "a")
     assert it.outlook.lead is None
-    step(it, clock, "b", computing=0)
+    step(it, clock, "b", computing=0, took=9)
     assert it.outlook.step == pytest.approx(1.0)
 
 
@@ -245,7 +262,7 @@ def test_a_step_that_needs_all_layers_before_it_begins_leaves_no_time() -> None:
     it, clock = rhythm()
     it.begin(["a"], 1, by_layer=False)
     clock.now += 5
-    it.waited(5)
+    it.waited(3)
     it.end()
     assert it.outlook.step == 0.0
 
