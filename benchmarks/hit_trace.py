@@ -261,8 +261,19 @@ class HitTrace:
         """From now on as with ``maru_overlap_spare_decodes``, or without it. Not while a load is under way."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+        from maru_integrations.vllm.overlap import LoadsInUse
+
         loader = get_kv_transfer_group()._worker._loader
         loader._settings = evolve(loader._settings, spares_decodes=spares)
+        self._maru_waits = watch = Watch()
+        for name in ("wait_layer", "settle"):
+            watch.around(LoadsInUse, name, lambda begin, _result, *_: watch.cost("wait", begin))
+
+    def maru_waited(self) -> float:
+        """Seconds that steps have waited for loads since then."""
+        self._maru_waits.end()
+        cost = self._maru_waits.costs.get("wait")
+        return 0.0 if cost is None else cost.seconds
 
     def maru_bus(self) -> list[tuple[float, float]]:
         """When loads were on the bus since this was last asked."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.hit_overhead import DOCUMENTS, MARU, OWN, Found, ideal, judge, used
+from benchmarks.hit_overhead import AT_ONCE, DOCUMENTS, MARU, OWN, SPARED, Found, ideal, judge, judge_spared, used
 from benchmarks.online import Answer, Run
 from benchmarks.stages import stages, told
 from maru_core.brake import Brake
@@ -136,3 +136,55 @@ def test_what_is_watched_is_put_back() -> None:
     assert Derived().one() + Derived().two() == 3
     assert seen == [1, 2]
     assert "one" not in vars(Derived)
+
+
+@pytest.mark.parametrize(
+    ("waits", "later", "expected"),
+    [
+        (0.4, 1.1, []),
+        (0.6, 1.1, [f"{clients} clients: steps' waits for loads, {SPARED} / {AT_ONCE}" for clients in (4, DOCUMENTS)]),
+        (0.4, 1.3, [f"{clients} clients: TTFT, {SPARED} / {AT_ONCE}" for clients in (1, 4, DOCUMENTS)]),
+    ],
+)
+def test_sparing_decodes_is_judged_by_waits_and_first_tokens(waits: float, later: float, expected: list[str]) -> None:
+    found = {AT_ONCE: found_of(0.1), SPARED: found_of(0.1 * later)}
+    for one, waited in zip(found.values(), (0.02, 0.02 * waits), strict=True):
+        one.gap = {clients: [0.02] for clients in one.ttft}
+        one.waited = {clients: [waited] for clients in one.ttft}
+    outcome = judge_spared(found)
+    assert sorted(bound.name for bound in outcome.bounds if bound.missed) == sorted(expected)
+    assert len(outcome.table) == 1 + 2 * 3
+
+
+class Arriving:
+    """A load by layer whose bytes are there at once."""
+
+    def layers_done(self) -> int:
+        return 4
+
+    def wait_layer(self, layer: int) -> None:
+        assert 0 <= layer < 4
+
+    def finish(self) -> None:
+        pass
+
+    def cancel(self) -> None:
+        pass
+
+
+def test_layers_on_a_bus_come_one_after_another() -> None:
+    trace = pytest.importorskip("benchmarks.hit_trace", reason="needs torch")
+    inner = Moves()
+    inner.begin_load = lambda *_: Arriving()  # type: ignore[attr-defined]
+    bus = trace.Bus(inner, 0.02, 4)
+    began = time.perf_counter()
+    load = bus.begin_load([], [None] * 4)
+    seen = load.layers_done()
+    assert seen <= int((time.perf_counter() - began) / 0.02)
+    load.wait_layer(1)
+    assert time.perf_counter() - began >= 0.04
+    assert load.layers_done() >= 2
+    load.finish()
+    assert time.perf_counter() - began >= 0.08
+    assert load.layers_done() == 4
+    assert len(bus.log) == 1
