@@ -333,7 +333,7 @@ class MaruWorker:
         for thread in (self._loader, self._saver):
             if thread is not None:
                 thread.poll()
-        if self._loader is not None:
+        if self._loader is not None and self.waits_by_layer:
             self._loader.release(self._computing, self._rhythm.outlook)
 
     def told(self, received: Collection[str]) -> None:

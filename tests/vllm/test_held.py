@@ -21,7 +21,7 @@ from tests.vllm.slow_transfer import Pace
 from tests.vllm.test_connector import prompt, warm
 from tests.vllm.test_loader_saver import World
 from tests.vllm.test_threads import OVERLAP, finish, threaded, until
-from tests.waiting import eventually
+from tests.waiting import NEVER, eventually
 
 #: With which a load of these tests is held for as long as anybody computes.
 SHORT = Outlook(0.0, 0.0)
@@ -41,12 +41,13 @@ class Holding:
 
     def shut(self) -> None:
         turns = iter(range(1 << 30))
-        self.world.pace.pause = lambda: [None, next(turns) % 2 and self.gate.wait(20)][0]
+        self.world.pace.pause = lambda: [None, next(turns) % 2 and self.gate.wait(NEVER)][0]
 
     def hold(self, load_id: int = 1, *numbers: int, **fields: float) -> LoadOp:
         op = self.world.load(load_id, *(numbers or (1, 2)), overlap=True, **fields)
         self.loader.submit([op])
         eventually(lambda: self.loader._held is not None)
+        self.world.now += 1
         self.step(SHORT)
         assert not self.world.received, "held"
         return op
@@ -65,7 +66,7 @@ def holding() -> Iterator[Holding]:
     made = Holding(world, loader)
     yield made
     made.gate.set()
-    assert loader.close()
+    assert loader.close(NEVER)
 
 
 @pytest.mark.parametrize(("computing", "outlook"), [(0, SHORT), (3, LONG), (3, Outlook())])
@@ -88,7 +89,7 @@ def test_what_is_due_is_released_when_a_step_ends_and_told_once(
 
 def test_before_enough_layers_are_there_nothing_is_due(holding: Holding) -> None:
     world = holding.world
-    world.pace.pause = lambda: [None, holding.gate.wait(20)][0]
+    world.pace.pause = lambda: [None, holding.gate.wait(NEVER)][0]
     holding.loader.submit([world.load(1, 1, 2, overlap=True)])
     eventually(lambda: world.pace.calls)
     for _ in range(20):
@@ -181,7 +182,7 @@ def test_one_that_is_cancelled_just_before_it_is_held_stops(holding: Holding) ->
 def test_one_whose_deadline_passes_stops(holding: Holding) -> None:
     world = holding.world
     holding.hold(deadline=10.0)
-    world.ahead = 10.5
+    world.now += 10.5
     holding.step(LONG, 0)
     assert not world.received, "what failed is not released"
     holding.gate.set()
@@ -207,7 +208,7 @@ def test_what_is_held_ends_with_the_loader(holding: Holding) -> None:
     holding.hold()
     closing = threading.Timer(0.05, holding.gate.set)
     closing.start()
-    assert holding.loader.close()
+    assert holding.loader.close(NEVER)
     closing.join()
     holding.step(LONG, 0)
     assert world.heard.loads == [LoadResult(1, 0, CANCELLED)]
@@ -241,7 +242,7 @@ def test_without_it_a_load_is_released_at_once_by_its_own_thread() -> None:
         assert not world.heard.loads
     finally:
         holding.gate.set()
-        assert loader.close()
+        assert loader.close(NEVER)
 
 
 def test_in_an_engine_a_hit_beside_a_request_that_decodes_is_held_and_one_alone_is_not(
@@ -264,7 +265,7 @@ def test_in_an_engine_a_hit_beside_a_request_that_decodes_is_held_and_one_alone_
         engine.add("decodes", prompt(40, 9), max_tokens=60)
         until(engine, lambda: engine.answers["decodes"])
         turns = iter(range(1 << 30))
-        pace.pause = lambda: [None, next(turns) % LAYERS and gate.wait(20)][0]
+        pace.pause = lambda: [None, next(turns) % LAYERS and gate.wait(NEVER)][0]
         worker._rhythm.outlook = SHORT
         engine.add("held", hits[0], max_tokens=3)
         until(engine, lambda: worker._loader._held is not None)
