@@ -281,6 +281,7 @@ def test_in_an_engine_a_hit_beside_a_request_that_decodes_is_held_and_one_alone_
         assert worker._rhythm.outlook.lead, "measured, beside the request that decodes"
         assert worker._rhythm.outlook.step
         gate.clear()
+        released.clear()  # when its last layer was there
         output = engine.step()
         assert output.kv_connector_metadata.computing == 0
         worker._rhythm.outlook = SHORT
