@@ -643,6 +643,39 @@ def test_cache_salt_separates_and_repeats(engine_on: EngineOn) -> None:
         assert engine.external["r"] == expected, salt
 
 
+@pytest.mark.parametrize("extra", [{}, {"maru_async_load": True, "maru_async_store": True}], ids=["within", "beside"])
+@pytest.mark.parametrize("chunks", [2, 4, 6])
+def test_a_pool_smaller_than_a_prompt_is_used_as_far_as_it_goes(
+    engine_on: EngineOn, chunks: int, extra: dict[str, Any]
+) -> None:
+    """R029: half a prompt's chunks fit, all, or one and a half; ten prompts at once."""
+    store = FakeStore(capacity=chunks)
+    engine = engine_on(store, num_blocks=128, budget=256, extra=extra, threads=True)
+    free, prompts = engine.free_blocks(), [prompt(130, seed) for seed in range(10)]
+    for number, tokens in enumerate(prompts):
+        engine.add(f"r{number}", tokens)
+    take, dropped = engine.side.get_kv_connector_stats, 0.0
+
+    def taken() -> Any:
+        nonlocal dropped
+        stats = take()
+        for name, amount in (stats.data["counters"] if stats is not None else {}).items():
+            assert amount > 0, "R032: what Prometheus counts never goes back"
+            dropped += amount if name == "dropped.no_room" else 0
+        return stats
+
+    engine.side.get_kv_connector_stats = taken  # type: ignore[method-assign]
+    while engine.scheduler.has_unfinished_requests():
+        engine.step()
+        assert len(store.objects) <= chunks
+    engine.run()
+    for number, tokens in enumerate(prompts):
+        assert engine.answers[f"r{number}"] == reference(tokens, 3)
+    assert dropped or chunks > 2
+    check_store(store, prompts, lambda tokens: keys_of(engine, tokens))
+    settled(engine, free)
+
+
 def test_unidentifiable_requests_are_neither_hit_nor_stored(engine_on: EngineOn) -> None:
     """LoRA and others cannot be told apart by tokens: zero hits, nothing stored, one warning."""
     from vllm.lora.request import LoRARequest

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from maru_core.client import Grants
 from maru_core.keys import KeyChain
@@ -159,4 +161,29 @@ def test_a_hit_behind_a_prefix_that_vllm_no_longer_has_is_given_back() -> None:
     assert matcher.match(state, len(TOKENS), 3 * CHUNK) == 2 * CHUNK
     assert matcher.match(state, len(TOKENS), 3 * CHUNK - 1) == 0
     assert state.hit is None
+    assert not store.leases
+
+
+@given(st.integers(1, CHUNK * CHUNKS + 1), st.integers(0, 2 * CHUNKS), st.integers(0, CHUNKS))
+def test_a_hit_ends_on_a_block_that_was_stored_and_leaves_a_token_to_compute(tokens: int, own: int, there: int) -> None:
+    """R023: whole chunks of the prompt that are stored, also when a longer one was, behind what vLLM has itself."""
+    local = min(own * BLOCK, tokens // BLOCK * BLOCK)
+    store, handler, state = stored(0, there)
+    matcher = Matcher(handler, chunk_tokens=CHUNK, block_size=BLOCK, lookup_timeout=1.0, clock=lambda: 0.0)  # type: ignore[arg-type]
+    end = min(there, tokens // CHUNK) * CHUNK
+    most = (tokens - 1) // BLOCK * BLOCK
+    for _ in range(2):  # however often vLLM asks
+        assert matcher.match(state, tokens, local) == max(0, min(end, most) - local)
+    matcher.drop(state)
+    assert not store.leases
+
+
+def test_what_somebody_else_is_writing_for_ever_is_a_miss_at_once() -> None:
+    """R025: nobody waits for it, nor asks again."""
+    store, handler, state = stored(0, CHUNKS)
+    for found in store.objects.values():
+        found.ready = False
+    matcher = Matcher(handler, chunk_tokens=CHUNK, block_size=BLOCK, lookup_timeout=1.0, clock=lambda: 0.0)  # type: ignore[arg-type]
+    assert [matcher.match(state, len(TOKENS), 0) for _ in range(3)] == [0, 0, 0]
+    assert store.lookups == 1
     assert not store.leases

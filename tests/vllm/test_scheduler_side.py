@@ -288,3 +288,27 @@ def test_who_goes_on_after_a_reset_leaves_nothing_in_vllms_cache() -> None:
     world.side.finished(request("b"))
     assert pool.evicted == {11, 12, 13, 14, 21, 22, 23, 24}
     assert chunks_of(world.side.plan_stores(output(a=([5, 6], 0, 32)))) == [[0]]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_token_ids": None, "num_tokens": 0},
+        {"prompt_token_ids": [], "num_tokens": 0},
+        {"prompt_embeds": object()},
+        {"mm_features": [object()]},
+        {"pooling_params": object()},
+        {"num_tokens": CHUNK - 1},
+        {"num_tokens": 1},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_who_has_no_identity_or_no_whole_chunk_is_not_asked_for(changes: dict[str, Any]) -> None:
+    """R024: without token ids every such request would have the same key; never a negative answer."""
+    world, odd = Side(parks=False), request("a")
+    odd.__dict__.update(changes)
+    assert world.side.match(odd, 0) == (0, False)
+    world.side.after_alloc(odd, Table(1), 0)
+    if "num_tokens" not in changes:
+        assert world.side.plan_stores(output(a=(Table(1).blocks, 0, CHUNKS * CHUNK))) == []
+    assert world.store.lookups == 0

@@ -52,6 +52,7 @@ def test_prometheus_shows_what_is_known() -> None:
     try:
         metrics.observe({**some().data, "unknown": 1})
         metrics.observe({"counters": {"lookups": 1, "news": 1}, "gauges": {"news": 1}})
+        metrics.observe({"counters": {"lookups": -1}})  # R032: it would end vLLM's front end
         labels = {"model_name": "m", "engine": "0"}
         assert REGISTRY.get_sample_value("vllm:maru_lookups_total", {**labels, "reason": ""}) == 4
         assert REGISTRY.get_sample_value("vllm:maru_dropped_total", {**labels, "reason": "no_room"}) == 2
