@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -12,45 +11,23 @@ import numpy as np
 import pytest
 from attrs import evolve
 from cases import Case, cases
-from fake_device import ROOT, FakeDriver, FakeMemory, aligned, compiler, registered
+from fake_device import ROOT, FakeDriver, aligned, compiler, registered
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layered_checks import FORMATS, check_layered_load, copies_of, objects_of, pages_after, stored_as
-from paged_forms import FORMS, Engine, Size
+from layered_scene import CASE, EVEN, SIZE, SOON, WAYS, Scene, opener, wrap
+from paged_forms import FORMS, Engine
 from test_kernel import TIGHT
 from test_torch_copy import layers_of
 
-from maru_core.contracts import LayeredLoad, LoadsByLayer
+from maru_core.contracts import LoadsByLayer
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy
 from maru_transfer import cuda_library
-from maru_transfer.kernel import Tuning
 from maru_transfer.layerwise import LayerwiseEngine, LayerwiseTransfer
 from maru_transfer.layerwise_plugin import maru_transfer_engines
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
-
-SIZE = Size(L=4, NB=9, BS=4, NH=2, HS=4)
-CASE = Case(SIZE, 8, [6, 2, 3, 5, 1, 4], [(0, 0, 8), (1, 8, 16), (2, 17, 23)])
-#: Chunks as long as each other, of which slices of 512 bytes hold rows of two, or of what is left.
-EVEN = evolve(CASE, parts=[(0, 0, 8), (1, 8, 16), (2, 16, 24)])
-SOON = 10.0
-
-#: (tuning, pieces in which buffers are registered; 0: not at all)
-WAYS: dict[str, tuple[Tuning, int]] = {
-    "bounced": (evolve(TIGHT, slots=2, window=6, burst=4), 0),
-    "staged": (evolve(TIGHT, slots=2, window=8, burst=6), 1),
-    "staged, all at once": (evolve(TIGHT, window=64), 1),
-    "staged in batches": (evolve(TIGHT, slot_bytes=1 << 14, window=64, fold=0), 1),
-    "folded across registrations": (evolve(TIGHT, slot_bytes=1 << 14, fold=2), 5),
-    "direct": (evolve(TIGHT, direct_bytes=1), 1),
-    "mapped": (evolve(TIGHT, mapped_bytes=1 << 40), 1),
-    "one slice": (evolve(TIGHT, slot_bytes=1 << 20, slots=1, window=1), 1),
-    "scattered": (evolve(TIGHT, slot_bytes=512, scattered=1, scattered_grid=1), 5),
-    "scattered, two lanes": (evolve(TIGHT, slot_bytes=512, slots=2, window=8, burst=6, scattered=1), 1),
-    "scattered in part": (evolve(TIGHT, slot_bytes=512, window=64, scattered=3, fold=0), 1),
-    "scattered in part, two lanes": (evolve(TIGHT, slot_bytes=512, slots=2, scattered=2, fold=0), 1),
-}
 
 
 @pytest.fixture(scope="module")
@@ -62,26 +39,6 @@ def driver(tmp_path_factory) -> FakeDriver:
 def _slices_of_one_layer(monkeypatch):
     """As with the sizes of real models; how small layers share slices is for tests of the plan."""
     monkeypatch.setattr("maru_transfer.flow.LEAST_SLICE", 1)
-
-
-def wrap(driver: FakeDriver, pieces: int, *, writable: bool = False) -> Callable[[Any], memoryview]:
-    def wrapped(array: Any) -> memoryview:
-        buffer = aligned(array.nbytes)
-        buffer[:] = array.tobytes()
-        if pieces:
-            registered(driver, buffer, pieces)
-        return buffer if writable else buffer.toreadonly()
-
-    return wrapped
-
-
-def opener(driver: FakeDriver, way: str, memory: FakeMemory | None = None) -> Callable[..., Any]:
-    def open_(layers, paged, stored) -> LayerwiseTransfer:
-        transfer = driver.transfer(layers, paged, stored, WAYS[way][0], LayerwiseTransfer, memory)
-        assert isinstance(transfer, LayerwiseTransfer)
-        return transfer
-
-    return open_
 
 
 @pytest.mark.slow
@@ -110,79 +67,6 @@ def test_bytes_are_those_that_the_naive_reader_reads(driver, way: str, name: str
     for copy, (_, _, array) in zip(out, objects_of(source, case, form), strict=True):
         assert bytes(copy.buffer) == array.tobytes()
     assert driver.counts()["misaligned"] == 0
-
-
-class Scene:
-    """A layered load of a case whose end is held back until :meth:`let_end`, and a stream that others compute on."""
-
-    def __init__(
-        self,
-        driver: FakeDriver,
-        way: str,
-        form: str,
-        seed: int = 1,
-        *,
-        held: bool = True,
-    ) -> None:
-        driver.hooks.fake_reset(seed)
-        self.driver = driver
-        self.memory = FakeMemory(driver)
-        # Kernels reach host memory where accesses are of 16 bytes.
-        self.name = "planes-first NHD" if WAYS[way][0].scattered else "packed per head"
-        self.case = EVEN if WAYS[way][0].scattered else CASE
-        self.source, self.target = CASE.engine(self.name, 3), CASE.engine(self.name, None)
-        self.transfer = opener(driver, way, self.memory)(
-            layers_of(self.target), self.target.paged, stored_as(self.target, 8, form)
-        )
-        self.copies = copies_of(self.source, self.case, form, wrap(driver, WAYS[way][1]), shuffle=seed)
-        self.stream = driver.stream()
-        self._end = threading.Event()
-        # Without that much has run before anybody has come to wait for it.
-        driver.hooks.fake_lazy(int(held and seed % 4 > 0))
-        if held:
-            wait = self.transfer._pages.wait
-            self.transfer._pages.wait = lambda: (self._end.wait(SOON), wait())[1]
-
-    def begin(self) -> LayeredLoad:
-        return self.transfer.begin_load(CASE.block_ids, self.copies)
-
-    def let_end(self) -> None:
-        self._end.set()
-
-    def on_stream(self, call: Callable[[], Any]) -> Any:
-        """Another thread, whose current stream is ``stream``."""
-        found: list[Any] = []
-
-        def run() -> None:
-            self.memory.streams[threading.get_ident()] = self.stream
-            try:
-                found.append(call())
-            except TransferError as error:
-                found.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join(SOON)
-        assert not thread.is_alive(), "it blocks"
-        return found[0]
-
-    def snapshot(self) -> Any:
-        """What the stream will see of the pages."""
-        copy = np.zeros_like(self.target.memory)
-        memory = self.target.memory
-        self.driver.hooks.fake_copy(self.stream, copy.ctypes.data, memory.ctypes.data, memory.nbytes)
-        return copy
-
-    def layer(self, memory: Any, layer: int) -> list[bytes]:
-        """What pages hold of a layer, where the case has tokens."""
-        engine = Engine(self.target.form, SIZE, memory)
-        return [engine.naive_object(CASE.block_ids, *part, 8)[:, layer].tobytes() for part in self.case.parts]
-
-    def close(self) -> None:
-        self.let_end()
-        self.transfer.close()
-        self.driver.hooks.fake_drain()
-        self.driver.hooks.fake_close_stream(self.stream)
 
 
 @pytest.mark.slow
@@ -408,80 +292,6 @@ def test_what_makes_no_sense_is_refused_before_anything_begins(driver):
         load.wait_layer(3)
         load.finish()
         np.testing.assert_array_equal(scene.target.memory, pages_after(CASE, scene.name, scene.source, [0, 2]))
-
-
-def release_all(copies: list[ChunkCopy]) -> None:
-    for copy in copies:
-        copy.buffer.release()  # raises as long as somebody holds it
-
-
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("way", ["bounced", "staged", "mapped"])
-def test_a_load_is_planned_while_another_one_is_under_way_and_begins_behind_it(driver, way: str, form: str):
-    """It writes nothing before it begins, and lets go of its buffers when it has finished."""
-    with closing(Scene(driver, way, form)) as scene:
-        first = scene.begin()
-        load = scene.transfer.prepare_layers(CASE.block_ids, scene.copies)
-        scene.let_end()
-        first.finish()
-        driver.hooks.fake_drain()
-        scene.target.memory[...] = 0
-        begun = load.begin()
-        load.close()  # it is under way
-        begun.finish()
-        for layer in range(SIZE.L):
-            assert scene.layer(scene.target.memory, layer) == scene.layer(scene.source.memory, layer)
-        release_all(scene.copies)
-
-
-def test_a_planned_load_that_is_not_begun_lets_go_and_writes_nothing(driver):
-    with closing(Scene(driver, "staged", "chunkwise", held=False)) as scene:
-        before = scene.target.memory.copy()
-        load = scene.transfer.prepare_layers(CASE.block_ids, scene.copies)
-        with pytest.raises(BufferError):
-            scene.copies[0].buffer.release()
-        load.close()
-        load.close()
-        release_all(scene.copies)
-        with pytest.raises(TransferError, match="begun or closed before"):
-            load.begin()
-        np.testing.assert_array_equal(scene.target.memory, before)
-
-
-def test_a_planned_load_begins_once(driver):
-    with closing(Scene(driver, "staged", "chunkwise", held=False)) as scene:
-        load = scene.transfer.prepare_layers(CASE.block_ids, scene.copies)
-        begun = load.begin()
-        with pytest.raises(TransferError, match="begun or closed before"):
-            load.begin()
-        begun.finish()
-
-
-@pytest.mark.parametrize("why", ["the transfer is closed", "the driver fails", "no thread"])
-def test_a_planned_load_that_cannot_begin_lets_go(driver, monkeypatch, why: str):
-    with closing(Scene(driver, "staged", "chunkwise", held=False)) as scene:
-        load = scene.transfer.prepare_layers(CASE.block_ids, scene.copies)
-        if why == "the transfer is closed":
-            scene.transfer.close()
-        elif why == "the driver fails":
-            driver.hooks.fake_fail(b"cuEventRecord", 0)
-        else:
-
-            def start(load: Any) -> None:
-                raise TransferError("as the test wanted")
-
-            monkeypatch.setattr(scene.transfer._thread, "start", start)
-        with pytest.raises(TransferError, match=r"closed|as the test wanted"):
-            load.begin()
-        driver.hooks.fake_fail(b"", -1)
-        release_all(scene.copies)
-
-
-def test_a_load_without_sense_is_refused_when_it_is_planned(driver):
-    with closing(Scene(driver, "staged", "chunkwise", held=False)) as scene:
-        with pytest.raises(TransferError):
-            scene.transfer.prepare_layers(CASE.block_ids[:1], scene.copies)
-        release_all(scene.copies)
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
+import layered_scene as scene
 import numpy as np
 import pytest
 import test_kernel as kernel
@@ -224,11 +225,11 @@ def check_layerwise(driver: FakeDriver, seeds: int = 40) -> None:
         for way in CHECKED:
             for name in ("planes-first NHD", "packed per head"):
                 driver.hooks.fake_reset(seed)
-                tuning, pieces = layerwise.WAYS[way]
-                case = layerwise.EVEN if tuning.scattered else layerwise.CASE
-                open_, wrap = layerwise.opener(driver, way), layerwise.wrap(driver, pieces)
+                tuning, pieces = scene.WAYS[way]
+                case = scene.EVEN if tuning.scattered else scene.CASE
+                open_, wrap = scene.opener(driver, way), scene.wrap(driver, pieces)
                 check_layered_load(open_, layers_of, wrap, name, case, form, seed)
-            order = list(np.random.default_rng(seed).permutation(layerwise.SIZE.L))
+            order = list(np.random.default_rng(seed).permutation(scene.SIZE.L))
             layerwise.test_who_waits_for_a_layer_reads_it_and_nobody_waits_for_more.hypothesis.inner_test(
                 driver, way, form, seed, order
             )
