@@ -301,7 +301,7 @@ def test_who_goes_on_after_a_reset_leaves_nothing_in_vllms_cache() -> None:
         {"num_tokens": CHUNK - 1},
         {"num_tokens": 1},
     ],
-    ids=str,
+    ids=["no tokens", "empty", "embeddings", "images", "pooling", "short", "one token"],
 )
 def test_who_has_no_identity_or_no_whole_chunk_is_not_asked_for(changes: dict[str, Any]) -> None:
     """R024: without token ids every such request would have the same key; never a negative answer."""
