@@ -19,6 +19,7 @@ from maru_core.errors import BackendError, TransferError, Unavailable
 from maru_core.foreign import pass_interrupt, show
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape, chunks_of, failed_blocks, problem_of
+from maru_integrations.vllm.helper import Helper
 from maru_integrations.vllm.loadqueue import Ended, LoadJob, LoadQueue, cut
 from maru_integrations.vllm.metadata import CANCELLED, LATE, UNAVAILABLE, LoadOp
 from maru_integrations.vllm.moving import Link, Planned, carry_out, leading, plan, plan_layers
@@ -104,7 +105,7 @@ class Loader:
         #: Of the copy that is under way; set from what the queue says whenever that may have changed.
         self._brake = Brake()
         self._closing = False
-        self._thread: threading.Thread | None = None
+        self._helper = Helper("maru-load", self._run)
         #: Only the loader's thread touches this.
         self._next = NextLoad()
         #: A load that goes on although nobody wants more of it, and since when that is known.
@@ -212,7 +213,7 @@ class Loader:
         with self._ready:
             ended = self._queue.look(now)
             self._set_brake()
-            if self._thread is not None and not self._thread.is_alive():
+            if self._helper.has_died:
                 ended += self._abandon("the thread that loads ended")
             stuck = self._watch(self._queue.overdue(now), now)
             if stuck is not None:
@@ -253,13 +254,9 @@ class Loader:
             ended = self._queue.cancel({job.op.load_id for job in self._queue.jobs})
             self._set_brake()
             self._ready.notify_all()
-            thread = self._thread
         self._deliver(ended)
         self.in_use.stop()
-        if thread is not None:
-            thread.join(timeout)
-            return not thread.is_alive()
-        return True
+        return self._helper.join(timeout)
 
     def settle(self) -> None:
         """Before this returns, every load that the step's forward pass may have read has ended and been answered."""
@@ -281,20 +278,17 @@ class Loader:
             return any(job.released for job in self._queue.jobs if job.op.load_id == load_id)
 
     def _revive(self) -> None:
+        ended: list[Ended] = []
         with self._ready:
-            if self._closing or (self._thread is not None and self._thread.is_alive()) or not self._queue.jobs:
+            if self._closing or not self._queue.jobs:
                 return
-            thread = threading.Thread(target=self._run, name="maru-load", daemon=True)
             try:
-                thread.start()
-            except RuntimeError as error:  # no more threads; the next load tries again
+                self._helper.start()
+            except RuntimeError as error:  # the next load tries again
                 ended = self._abandon(f"the thread that loads: {error}")
-            else:
-                self._thread, ended = thread, []
         self._deliver(ended)
 
     def _abandon(self, why: str) -> list[Ended]:
-        self._thread = None
         for job in self._queue.jobs:
             self._queue.end_copy(job)
         return self._queue.end_all(UNAVAILABLE, why)

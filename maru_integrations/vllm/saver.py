@@ -19,6 +19,7 @@ from maru_core.foreign import show
 from maru_core.geometry import ChunkCopy
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape, part_of
+from maru_integrations.vllm.helper import Helper
 from maru_integrations.vllm.loadqueue import cut
 from maru_integrations.vllm.metadata import ERROR, QUEUE_FULL, UNAVAILABLE, StoreOp
 from maru_integrations.vllm.moving import Link, said_to_move, write
@@ -77,7 +78,7 @@ class Saver:
         #: Of the copy that is under way; set from what the queue says whenever that may have changed.
         self._brake = Brake()
         self._closing = False
-        self._thread: threading.Thread | None = None
+        self._helper = Helper("maru-store", self._run)
         self._told: set[str] = set()
         #: What the thread moves bytes with, for people.
         self._engine = ""
@@ -135,15 +136,12 @@ class Saver:
             return  # only this thread adds stores, so there are none
         now = self._clock()
         with self._ready:
-            if self._thread is None:
-                return
             stuck = None
-            if self._thread.is_alive():
+            if self._helper.has_died:
+                ended = self._queue.end_all(ERROR)
+            else:
                 ended = self._queue.look(now)
                 stuck = self._queue.stuck if ended else None
-            else:
-                self._thread = None
-                ended = self._queue.end_all(ERROR)
             self._brake.pull = self._queue.pull()
         if stuck is not None:
             self._tell_stuck(stuck, now, len(ended))
@@ -156,25 +154,19 @@ class Saver:
             ended = self._queue.cancel({job.op.request_id for job in self._queue.jobs})
             self._brake.pull = self._queue.pull()
             self._ready.notify_all()
-            thread = self._thread
         self._deliver(ended)
-        if thread is not None:
-            thread.join(timeout)
-            return not thread.is_alive()
-        return True
+        return self._helper.join(timeout)
 
     def _revive(self) -> None:
+        ended: list[Saved] = []
         with self._ready:
-            if self._closing or (self._thread is not None and self._thread.is_alive()) or not self._queue.jobs:
+            if self._closing or not self._queue.jobs:
                 return
-            thread = threading.Thread(target=self._run, name="maru-store", daemon=True)
             try:
-                thread.start()
-            except RuntimeError as error:  # no more threads; the next store tries again
+                self._helper.start()
+            except RuntimeError as error:  # the next store tries again
                 self._tell_once(error)
-                self._thread, ended = None, self._queue.end_all(ERROR)
-            else:
-                self._thread, ended = thread, []
+                ended = self._queue.end_all(ERROR)
         self._deliver(ended)
 
     # -- on the saver's thread -------------------------------------------------------------------------------------

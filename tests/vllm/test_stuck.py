@@ -200,7 +200,7 @@ def test_an_engine_ends_in_bounded_time_whatever_hangs(world: World, hang: Hang,
     assert time.monotonic() - start < 30
     assert not world.link.stores.closed  # type: ignore[attr-defined]
     assert world.handler.closed
-    thread = saver._thread
+    thread = saver._helper._thread
     assert thread is not None
     with capture_logs() as logs:
         hang.let_go()
