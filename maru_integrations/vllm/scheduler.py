@@ -143,9 +143,17 @@ class MaruScheduler:
         """vLLM asks only for requests without blocks: those of a load that failed altogether may be others' by now."""
         state = self._states.get(request_id)
         if state is not None and state.blocks:
-            if state.outdated:
-                self._forget_cached(state.blocks)
+            self._has_lost_blocks(state)
             state.blocks = []
+
+    def _has_lost_blocks(self, state: RequestState) -> None:
+        """vLLM's prefix cache may keep what they hold."""
+        if state.outdated:
+            self._forget_cached(state.blocks)
+        if len(self._loads):
+            # One that the request has read may turn out to have failed: with asynchronous scheduling that is told of
+            # when the next step was planned.
+            self._loads.remember(state.blocks)
 
     def _forget_question(self, request_id: str) -> None:
         """What was asked for this request is let go of: it will wait."""
@@ -310,8 +318,8 @@ class MaruScheduler:
         self._preempted += dict.fromkeys(stopped)  # each once
         for request_id in preempted:
             state = self._states.get(request_id)
-            if state is not None and state.outdated:
-                self._forget_cached(state.blocks)
+            if state is not None:
+                self._has_lost_blocks(state)
             if self._loads.of(request_id) is not None and state is not None:
                 known = state.known
                 state.start_over()

@@ -176,6 +176,19 @@ def test_what_was_computed_on_a_load_is_known_until_that_load_has_ended() -> Non
     assert world.side._loads.is_empty
 
 
+def test_what_was_computed_on_a_load_is_known_when_who_computed_it_was_preempted_since() -> None:
+    """With asynchronous scheduling the step after the one in which the load fails is planned before that is known."""
+    world, name, pool = Side(overlap=True), request("a"), Pool()
+    world.side.bind_block_pool(pool)
+    op, table = world.load(name), [*Table(1).blocks, 50]
+    world.side.after_alloc(name, Table(1), 0)
+    world.side.plan_stores(output(a=(table, CHUNKS * CHUNK, 8)))
+    world.preempt("a")
+    world.tell(LoadResult(op.load_id, 2), bad=set(table[4:12]))
+    assert pool.evicted == set(table[4:])
+    assert world.side._loads.is_empty
+
+
 def chunks_of(ops: list[Any]) -> list[list[int]]:
     return [list(op.chunks) for op in ops]
 
