@@ -68,6 +68,7 @@ def wild_engine(
     loads = LoaderSettings(
         piece_bytes=rng.choice([4096, 1 << 20]),
         release_after=knobs.get("maru_overlap_release_after_layers", 0),
+        spares_decodes=random.Random(str(knobs)).random() < 0.7,
         num_layers=LAYERS,
     )
     stores = SaverSettings(
