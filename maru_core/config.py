@@ -171,9 +171,8 @@ class MaruConfig:
     overlap_spare_decodes: bool = _setting(
         True,
         BOOLEAN,
-        "While other requests compute, release an overlapped request no earlier than its step goes through without "
-        "waiting for the load, in which they would wait, too. Off: always as soon as "
-        "`maru_overlap_release_after_layers` layers are there.",
+        "While other requests compute, hold an overlapped request until its step will hardly wait for the load, since "
+        "they would wait with it. Off: release it as soon as `maru_overlap_release_after_layers` layers are there.",
     )
     load_admission_window: int = _setting(
         0, COUNT, "Most loads of parked requests in flight at a time; 0: no limit.", "requests"

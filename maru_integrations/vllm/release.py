@@ -1,8 +1,8 @@
 """When a load that is under way is released although others compute, and what has to be known of their steps for that.
 
 A step that reads a load waits for its layers, and at its end for the load's: with it waits everybody who decodes in
-that step. So while anybody computes, a load is released no earlier than the step that will read it goes through without
-waiting. vLLM hears of a release when a step ends; that is when it is asked for here, once per step.
+that step. So while anybody computes, a load is released only when the step that will read it hardly has to wait. vLLM
+hears of a release when a step ends; that is when it is decided here, once per step.
 
 Pure: no thread, no I/O, clocks are parameters.
 """
@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection
 
 from attrs import define, evolve, field, frozen
 
-#: Measurements of which the median counts: one that is off by far changes nothing, and a new load of the engine shows
-#: after half as many hits.
+#: Measurements of which the median counts: one that is off by far changes nothing, and steps that have become longer
+#: or shorter show after half as many hits.
 _KEPT = 7
 
 
