@@ -240,3 +240,10 @@ def check_wild_life(engine_on: EngineOn, seed: object, steps: int = STEPS) -> in
 def test_wild_lives(engine_on: EngineOn, seed: int) -> None:
     """Whatever happens: every answer is right, no assertion of vLLM fires, nothing is left, no wrong byte is stored."""
     check_wild_life(engine_on, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(100, 240))
+def test_many_wild_lives(engine_on: EngineOn, seed: int) -> None:
+    """140 times 150 steps: 21,000."""
+    check_wild_life(engine_on, seed)
