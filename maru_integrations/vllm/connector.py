@@ -309,7 +309,7 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._guard.run("end", lambda: None, self._worker.end)
         sent, received = self._answers.take_finished()
         if received and self._worker is not None:
-            self._worker.told(received)
+            self._guard.run("told", lambda: None, self._worker.told, received)
         return sent or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -718,7 +718,7 @@ def test_internal_faults_are_misses(
         engine.run()
         assert engine.answers["r"] == reference(tokens, 3), name
         assert engine.free_blocks() == free
-    for name in ("load", "_load", "_store"):
+    for name in ("load", "_load", "_store", "told"):
         engine = engine_on(store, extra=extra)
         monkeypatch.setattr(engine.worker._worker, name, boom)
         engine.add("r", tokens)
