@@ -16,14 +16,15 @@ from attrs import frozen
 from maru_core.errors import LayoutError
 from maru_core.geometry import PagedLayout, PlaneStrides
 
-#: Backends whose 5-D tensors are ``(2, blocks, tokens, heads, head_size)``.
-PLANES_FIRST = frozenset({"FLASH_ATTN", "FLEX_ATTENTION"})
+#: Backends whose 5-D tensors are ``(2, blocks, tokens, heads, head_size)`` in vLLM 0.22, and as the next ones' in later
+#: versions.
+PLANES_ONCE_FIRST = frozenset({"FLASH_ATTN", "FLEX_ATTENTION"})
 
 #: Backends whose 5-D tensors are ``(blocks, 2, tokens, heads, head_size)``.
 BLOCKS_FIRST = frozenset({"FLASHINFER", "TRITON_ATTN"})
 
 #: Backends whose 4-D tensors are ``[blocks, heads, tokens, K‖V]``.
-PACKED = PLANES_FIRST | BLOCKS_FIRST
+PACKED = PLANES_ONCE_FIRST | BLOCKS_FIRST
 
 #: MLA backends that keep one plain latent vector per token.
 LATENT = frozenset({"TRITON_MLA", "FLASHMLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA"})
@@ -123,8 +124,11 @@ def _planes(
     if not _is_injective(axes):
         return None
     if len(axes) == 5 and backend in PACKED:
-        planes, blocks = (axes[0], axes[1]) if backend in PLANES_FIRST else (axes[1], axes[0])
-        tokens, kv_heads, dims = axes[2:]
+        blocks, planes, tokens, kv_heads, dims = axes
+        if backend in PLANES_ONCE_FIRST and blocks[0] == 2:
+            if planes[0] == 2:  # two blocks: nothing tells which axis is which
+                return None
+            blocks, planes = planes, blocks
         if (planes[0], kv_heads[0], dims[0]) != (2, heads, head_size):
             return None
         return tuple(_Axes(plane * planes[1], blocks, tokens, kv_heads, dims) for plane in range(2))

@@ -60,14 +60,14 @@ def hit(tiny: Tiny, prompts: list[list[int]]) -> dict[str, Any]:
         return run
 
     tiny.forget()
-    before = tiny.metric("vllm:external_prefix_cache_hits")
+    before = tiny.hits
     with tiny.patched(answers, "load_released", released), tiny.patched(answers, "load_ended", ended):
         outputs = [list(item.outputs[0].token_ids) for item in tiny.ask(*prompts)]
     return {
         "answers": outputs,
         "early": len(early),
         "differing": differing,
-        "hits": tiny.metric("vllm:external_prefix_cache_hits") - before,
+        "hits": tiny.hits - before,
     }
 
 
@@ -149,7 +149,7 @@ def torn_block(tiny: Tiny) -> dict[str, Any]:
     with with_settings(tiny, loads=False):
         tiny.answer(ids[:230], tokens=1)
     tiny.quiet()
-    counts = tiny.metric("vllm:maru_loads_failed"), tiny.metric("vllm:external_prefix_cache_hits")
+    counts = tiny.metric("vllm:maru_loads_failed"), tiny.hits
     with (
         tiny.always_loading(),
         tiny.torn(),
@@ -161,7 +161,7 @@ def torn_block(tiny: Tiny) -> dict[str, Any]:
         "cold": cold,
         "answer": answer,
         "failed": tiny.metric("vllm:maru_loads_failed") - counts[0],
-        "tokens": tiny.metric("vllm:external_prefix_cache_hits") - counts[1],
+        "tokens": tiny.hits - counts[1],
         "leased": tiny.leased(),
         "free": tiny.free_blocks(),
     }
@@ -233,8 +233,8 @@ def killed(tiny: Tiny) -> dict[str, Any]:
     killer.join()
     tiny.quiet()
     deadline = time.monotonic() + 60  # a server starts, which takes its time where others keep the processors busy
-    before = tiny.metric("vllm:external_prefix_cache_hits")
-    while tiny.metric("vllm:external_prefix_cache_hits") == before and time.monotonic() < deadline:
+    before = tiny.hits
+    while tiny.hits == before and time.monotonic() < deadline:
         tiny.forget()
         tiny.answer(prompts[0])
         tiny.quiet()
@@ -244,7 +244,7 @@ def killed(tiny: Tiny) -> dict[str, Any]:
         "stored": present,
         "answers": answers,
         "seconds": seconds,
-        "hits_again": tiny.metric("vllm:external_prefix_cache_hits") - before,
+        "hits_again": tiny.hits - before,
         "leased": tiny.leased(),
         "free": tiny.free_blocks(),
     }

@@ -58,6 +58,15 @@ class Tiny:
         self.llm = LLM(model=model, **{**settings, **options})
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
+        #: Tokens that vLLM took from Maru. Its own figure lacks, up to some version, those of steps without an answer.
+        self.hits = 0
+        allocated = self.side.update_state_after_alloc
+
+        def counted(request: Any, blocks: Any, external: int) -> None:
+            self.hits += external
+            allocated(request, blocks, external)
+
+        self.side.update_state_after_alloc = counted
 
     def close(self) -> None:
         """End the engine, so that this process can start another one."""
@@ -437,12 +446,12 @@ def tiers(tiny: Tiny) -> dict[str, Any]:
         time.sleep(0.02)
     moved = in_turn(tiny.objects)
     tiny.forget()
-    before = tiny.metric("vllm:external_prefix_cache_hits")
+    before = tiny.hits
     warm = in_turn(tiny.answer)
     return {
         "cold": cold,
         "warm": warm,
-        "hits": tiny.metric("vllm:external_prefix_cache_hits") - before,
+        "hits": tiny.hits - before,
         "same": stored == moved,
         "found": [len(objects) for objects in moved],
         "pools": tiny.pools(),
@@ -456,7 +465,7 @@ def one_prompt(tiny: Tiny) -> dict[str, Any]:
     answer = tiny.answer(ids)
     return {
         "answer": answer,
-        "hits": tiny.metric("vllm:external_prefix_cache_hits"),
+        "hits": tiny.hits,
         "objects": len(tiny.objects(ids)),
         "layers": tiny.layers(ids),
         "leased": tiny.leased(),

@@ -33,7 +33,7 @@ TABLE = [2, 0, 1]
 #: Of KV that vLLM can hold: fp8 and uint8, 16 bits, fp32, and twice that.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Every name that the connector accepts, beside that of the CPU, whose pages no kernel sees.
-BACKENDS = known.PLANES_FIRST | known.BLOCKS_FIRST | known.PACKED | known.LATENT
+BACKENDS = known.PLANES_ONCE_FIRST | known.BLOCKS_FIRST | known.PACKED | known.LATENT
 
 
 @frozen

@@ -65,6 +65,9 @@ KNOWN = [
     pytest.param((2, B, N, H, D), (0, 1, 2, 3, 4), planes_first, "FLASH_ATTN", id="0.22 flash NHD"),
     pytest.param((2, B, H, N, D), (0, 1, 3, 2, 4), planes_first, "FLASH_ATTN", id="0.22 flash HND"),
     pytest.param((2, B, N, H, D), (0, 1, 2, 3, 4), planes_first, "FLEX_ATTENTION", id="0.22 flex"),
+    pytest.param((B, 2, N, H, D), (0, 1, 2, 3, 4), blocks_first, "FLASH_ATTN", id="0.23 flash NHD"),
+    pytest.param((B, 2, H, N, D), (0, 1, 3, 2, 4), blocks_first, "FLASH_ATTN", id="0.23 flash HND"),
+    pytest.param((B, N, 2, H, D), (0, 2, 1, 3, 4), blocks_first, "FLEX_ATTENTION", id="0.23 flex"),
     pytest.param((B, 2, N, H, D), (0, 1, 2, 3, 4), blocks_first, "FLASHINFER", id="0.22 flashinfer NHD"),
     pytest.param((B, 2, H, N, D), (0, 1, 3, 2, 4), blocks_first, "FLASHINFER", id="0.22 flashinfer HND"),
     pytest.param((B, 2, N, H, D), (0, 1, 2, 3, 4), blocks_first, "TRITON_ATTN", id="0.22 triton"),
@@ -139,7 +142,7 @@ REFUSED = [
     ),
     pytest.param((B, 2, H, N, D), (0, 1, 2, 3, 4), {"backend": "CPU_ATTN", "isa": "vec"}, id="CPU with blocks first"),
     pytest.param((2, B, H, N, D), (0, 1, 2, 3, 4), {}, id="heads where tokens belong"),
-    pytest.param((B, 2, N, H, D), (0, 1, 2, 3, 4), {}, id="flash with blocks first"),
+    pytest.param((B, 3, N, H, D), (0, 1, 2, 3, 4), {}, id="three planes"),
     pytest.param((2, B, N, H, D), (0, 1, 2, 3, 4), {"backend": "TRITON_ATTN"}, id="triton with planes first"),
     pytest.param((B, H, N, 2 * D + 4), (0, 1, 2, 3), {}, id="appended scales"),
     pytest.param((B, H, N, D + 4), (0, 1, 2, 3), {}, id="value heads of another size"),
@@ -165,12 +168,12 @@ def test_what_is_not_known_is_refused_with_shape_and_strides(memory, order, chan
 
 
 def test_two_blocks_do_not_confuse_planes_with_blocks():
-    """(2, 2, …) fits both orders; the backend decides."""
+    """(2, 2, …) fits both orders; the backend decides, and for one that has had both, nothing does."""
     kv_caches = allocate((2, 2, N, H, D), (0, 1, 2, 3, 4))
-    first, _ = describe(kv_caches, num_blocks=2)
-    other, _ = describe(kv_caches, num_blocks=2, backend="TRITON_ATTN")
-    assert (first.planes[1].offset, first.planes[0].block) == (2 * N * H * D, N * H * D)
-    assert (other.planes[1].offset, other.planes[0].block) == (N * H * D, 2 * N * H * D)
+    known, _ = describe(kv_caches, num_blocks=2, backend="TRITON_ATTN")
+    assert (known.planes[1].offset, known.planes[0].block) == (N * H * D, 2 * N * H * D)
+    with pytest.raises(LayoutError):
+        describe(kv_caches, num_blocks=2, backend="FLASH_ATTN")
 
 
 def test_kernel_blocks_that_continue_each_other_make_up_a_managers_block():
