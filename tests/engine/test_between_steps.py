@@ -13,7 +13,12 @@ from tests.engine.test_tiny_engine import scenario
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-ALL = {"maru_async_load": True, "maru_async_store": True, "maru_overlap_load_with_compute": True}
+ALL = {
+    "maru_async_load": True,
+    "maru_async_store": True,
+    "maru_overlap_load_with_compute": True,
+    "maru_overlap_spare_decodes": False,  # how many are released early is asked for
+}
 
 
 @pytest.fixture(scope="module", params=[ALL, {**ALL, "maru_use_layerwise": True}], ids=["chunkwise", "layerwise"])
