@@ -1,68 +1,175 @@
 /* Copies between pages in host memory and objects: see maru.h for what is promised. */
+#include "host_kernels.h"
 #include "maru.h"
 
 #include <string.h>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-
 enum {
-  LINE = 64,
-  VECTOR = 16,
   /* Bytes of a tile: what is read for it, the tile, and what is read for the next one all fit into the first cache. */
   TILE = 8192,
-  /* How far ahead rows are fetched: processors do it by themselves only for what lies in a row for long. */
-  AHEAD = 4096,
-  /* Rows from this length on are long. */
+  /* How far ahead what will be read is fetched, about: processors do it by themselves only for what lies in a row for
+   * long. More would not stay in the first cache. */
+  AHEAD = 16384,
+  /* About so many bytes of a plane are read from objects before the other plane's: of K, transposed head by head, all
+   * heads are in the first cache then. */
+  WINDOW = 16384,
+  /* Rows from this length on are long: processors fetch them by themselves. */
   LONG = 1024,
 };
 
-static inline void fetch(const char *from, size_t bytes) {
-  for (size_t at = 0; at < bytes; at += LINE) __builtin_prefetch(from + at);
+static size_t least(size_t a, size_t b) { return a < b ? a : b; }
+
+/* ---- Jobs ------------------------------------------------------------------------------------------------------- */
+
+/* What one thread takes at a time: a piece of one layer. */
+struct unit {
+  char *page[MARU_PLANES], *object[MARU_PLANES];
+  size_t tokens;
+};
+
+/* What is read and written in one go: rows, or as many matrices as `matrices` has, if it has any. */
+struct pass {
+  char *to;
+  const char *from;
+  struct rows rows;
+  struct loop matrices;
+  struct matrix matrix;
+};
+
+/* In which order a unit is moved. Past the caches it is that in which what is read follows each other: writing minds
+ * less. */
+enum order {
+  /* One plane after the other, all heads of a token at once, as objects have them. */
+  PLANES,
+  /* Both planes at once: their rows of a token and head lie beside each other in the pages. */
+  PAIRS,
+  /* A head of each plane in turn, as pages have them where a plane is transposed. */
+  HEADS,
+};
+
+/* Where a thread is in a job. */
+struct walk {
+  struct maru_copy_job *job;
+  const struct kernels *kernels;
+  int store, past;
+  enum order order;
+  /* So many tokens of a unit are moved in `passes` passes, then the next ones. */
+  size_t window, passes;
+  struct unit unit;
+  /* The first token and the number of the next pass. */
+  size_t token, number;
+  /* The pass that is under way and the next one, by turns. */
+  struct pass pass[2];
+  int turn;
+};
+
+static void set_unit(struct unit *unit, const struct maru_copy_job *job, uint64_t number) {
+  const struct maru_geometry *g = job->geometry;
+  const struct maru_piece *p = &job->pieces[number / job->layers];
+  size_t step = number % job->layers, row = p->row + step, size = g->element_size;
+  unit->tokens = p->tokens;
+  for (uint32_t i = 0; i < g->planes; i++) {
+    const struct maru_plane *plane = &g->plane[i];
+    size_t first = plane->offset + p->block * plane->block + p->slot * plane->token;
+    size_t token = (i * (size_t)job->object_layers + row) * g->chunk_tokens + p->token;
+    unit->page[i] = (char *)(uintptr_t)job->layer_addresses[p->layer + step] + first * size;
+    unit->object[i] = (char *)(uintptr_t)p->object + token * g->heads * g->head_size * size;
+  }
+}
+
+/* Whether elements of a head follow each other in the pages, too. */
+static int has_rows(const struct maru_geometry *g, uint32_t plane) {
+  return g->plane[plane].dim == 1 || g->head_size == 1;
+}
+
+static int has_matrices(const struct maru_geometry *g) { return !has_rows(g, 0) || !has_rows(g, g->planes - 1); }
+
+static enum order order_of(const struct maru_geometry *g, int by_head) {
+  const struct maru_plane *k = &g->plane[0], *v = &g->plane[1];
+  if (has_matrices(g)) return by_head ? HEADS : PLANES;
+  int alike = g->planes == 2 && k->token == v->token && k->head == v->head && k->block == v->block;
+  return alike && k->offset + g->head_size == v->offset ? PAIRS : PLANES;
+}
+
+static struct walk walk_of(struct maru_copy_job *job) {
+  const struct maru_geometry *g = job->geometry;
+  struct walk w = {.job = job, .kernels = maru_best_kernels(), .store = job->direction == MARU_STORE};
+  w.past = job->past_caches && w.kernels->stream;
+  int direct = w.past && w.kernels->stream_transposed;
+  w.order = order_of(g, w.store && direct);
+  w.passes = w.order == PAIRS ? 1 : w.order == HEADS ? (size_t)g->planes * g->heads : g->planes;
+  w.window = SIZE_MAX;
+  if (direct && w.order == PLANES && has_matrices(g)) {
+    size_t line = LINE / g->element_size, tokens = WINDOW / ((size_t)g->heads * g->head_size * g->element_size);
+    w.window = tokens > line ? tokens - tokens % line : line;
+  }
+  return w;
+}
+
+static void set_loop(struct loop *loop, size_t count, size_t page, size_t object, int store) {
+  loop->count = count;
+  loop->to = store ? object : page;
+  loop->from = store ? page : object;
+}
+
+static void set_pass(struct pass *p, const struct walk *w) {
+  const struct maru_geometry *g = w->job->geometry;
+  size_t number = w->order == HEADS ? w->number % g->planes : w->number;
+  size_t first = w->order == HEADS ? w->number / g->planes : 0, heads = w->order == HEADS ? 1 : g->heads;
+  const struct maru_plane *plane = &g->plane[number];
+  size_t size = g->element_size, row = g->head_size * size, all = g->heads * row;
+  size_t token = plane->token * size, head = plane->head * size, pitch = plane->dim * size;
+  size_t tokens = least(w->window, w->unit.tokens - w->token);
+  char *page = w->unit.page[number] + w->token * token + first * head;
+  char *object = w->unit.object[number] + w->token * all + first * row;
+  int store = w->store;
+  struct rows *r = &p->rows;
+  p->to = store ? object : page, p->from = store ? page : object;
+  p->matrices.count = 0;
+  set_loop(&r->loop[0], tokens, token, all, store);
+  set_loop(&r->loop[1], heads, head, row, store);
+  set_loop(&r->loop[2], 1, 0, 0, store);
+  r->bytes = row;
+  if (w->order == PAIRS) {
+    set_loop(&r->loop[2], 2, row, (size_t)(w->unit.object[1] - w->unit.object[0]), store);
+  } else if (has_rows(g, (uint32_t)number)) {
+    if (heads == 1 || head == row) r->bytes *= heads, r->loop[1].count = 1;
+    if (token == r->bytes && all == r->bytes) r->bytes *= tokens, r->loop[0].count = 1;
+  } else if (plane->token == 1) {
+    set_loop(&p->matrices, heads, head, row, store);
+    p->matrix.to_pitch = store ? all : pitch, p->matrix.from_pitch = store ? pitch : all;
+    p->matrix.rows = store ? g->head_size : tokens, p->matrix.columns = store ? tokens : g->head_size;
+    p->matrix.element = size;
+  } else {
+    set_loop(&r->loop[2], g->head_size, pitch, size, store);
+    r->bytes = size;
+  }
+}
+
+/* The next pass, NULL when none is left. Each pass calls it once, as late as it can: what one thread has taken no other
+ * one does. */
+static const struct pass *go_on(struct walk *w) {
+  if (w->number == w->passes) w->number = 0, w->token += least(w->window, w->unit.tokens - w->token);
+  while (w->token == w->unit.tokens) {
+    uint64_t unit = __atomic_fetch_add(&w->job->taken, 1, __ATOMIC_RELAXED);
+    if (unit >= (uint64_t)w->job->piece_count * w->job->layers) return NULL;
+    set_unit(&w->unit, w->job, unit);
+    w->token = 0;
+  }
+  struct pass *next = &w->pass[w->turn ^= 1];
+  set_pass(next, w);
+  w->number++;
+  return next;
 }
 
 /* ---- Rows ------------------------------------------------------------------------------------------------------- */
 
-/* `outer` times `inner` rows of `bytes` bytes, each step apart by a stride of its own on either side. Of a row that is
- * `ahead` steps of the outer loop further on, what will be read is fetched, if not 0. */
-struct rows {
-  size_t bytes, outer, inner;
-  size_t to_outer, to_inner, from_outer, from_inner;
-  size_t ahead;
-};
-
-#if defined(__SSE2__)
-
-/* Whole cache lines to memory without reading them before. `to` is aligned to a line, `bytes` a multiple of it. */
-static inline void stream_lines(char *to, const char *from, size_t bytes) {
-  for (size_t at = 0; at < bytes; at += LINE) {
-    __m128i a = _mm_loadu_si128((const __m128i *)(from + at)), b = _mm_loadu_si128((const __m128i *)(from + at + 16));
-    __m128i c = _mm_loadu_si128((const __m128i *)(from + at + 32)),
-            d = _mm_loadu_si128((const __m128i *)(from + at + 48));
-    _mm_stream_si128((__m128i *)(to + at), a);
-    _mm_stream_si128((__m128i *)(to + at + 16), b);
-    _mm_stream_si128((__m128i *)(to + at + 32), c);
-    _mm_stream_si128((__m128i *)(to + at + 48), d);
-  }
-}
-
-static void streams_done(void) { _mm_sfence(); }
-enum { CAN_STREAM = 1 };
-
-#else
-
-static inline void stream_lines(char *to, const char *from, size_t bytes) { memcpy(to, from, bytes); }
-static void streams_done(void) {}
-enum { CAN_STREAM = 0 };
-
-#endif
-
 /* A row whose ends may share their lines with something else. */
-static void stream_row(char *to, const char *from, size_t bytes) {
+static void stream_row(const struct kernels *kernels, char *to, const char *from, size_t bytes) {
   size_t head = -(uintptr_t)to & (LINE - 1), body = (bytes - head) & ~(size_t)(LINE - 1);
+  struct rows lines = {body, {{1, 0, 0}, {1, 0, 0}, {1, 0, 0}}};
   memcpy(to, from, head);
-  stream_lines(to + head, from + head, body);
+  kernels->stream(to + head, from + head, &lines, 1, 0);
   memcpy(to + head + body, from + head + body, bytes - head - body);
 }
 
@@ -70,166 +177,91 @@ static inline void copy_vectors(char *to, const char *from, size_t bytes) {
   for (size_t at = 0; at < bytes; at += VECTOR) memcpy(to + at, from + at, VECTOR);
 }
 
-#define EACH_ROW(copy)                                                                     \
-  for (size_t i = 0; i < r->outer; i++)                                                    \
-    for (size_t j = 0; j < r->inner; j++) {                                                \
-      const char *source = from + i * r->from_outer + j * r->from_inner;                   \
-      if (i < fetched) fetch(source + r->ahead * r->from_outer, r->bytes);                 \
-      copy(to + i * r->to_outer + j * r->to_inner, source, r->bytes);                      \
-    }
-
-static void copy_rows(char *to, const char *from, const struct rows *r, int stream) {
-  size_t places = (uintptr_t)to | r->bytes | (r->outer > 1 ? r->to_outer : 0) | (r->inner > 1 ? r->to_inner : 0);
-  size_t fetched = r->ahead && r->ahead < r->outer ? r->outer - r->ahead : 0;
-  if (stream && !(places & (LINE - 1))) {
-    EACH_ROW(stream_lines);
-  } else if (stream && r->bytes >= LONG) {
-    EACH_ROW(stream_row);
+/* `count` times the rows of the inner loops; what lies `ahead` bytes behind each is fetched, if that is not 0. */
+static void copy_rows(const struct walk *w, char *to, const char *from, const struct rows *r, size_t count,
+                      size_t ahead) {
+  const struct kernels *kernels = w->kernels;
+  size_t places = (uintptr_t)to | r->bytes;
+  for (int i = 0; i < 3; i++) places |= r->loop[i].count > 1 ? r->loop[i].to : 0;
+  if (w->past && !(places & (LINE - 1))) {
+    kernels->stream(to, from, r, count, ahead);
+  } else if (w->past && r->bytes >= LONG) {
+#define STREAM_ROW(to, from, bytes) stream_row(kernels, to, from, bytes)
+    EACH_ROW(STREAM_ROW, r->bytes);
   } else if (r->bytes <= 16 * VECTOR && !(r->bytes & (VECTOR - 1))) {
-    EACH_ROW(copy_vectors);
+    EACH_ROW(copy_vectors, r->bytes);
   } else {
-    EACH_ROW(memcpy);
+    EACH_ROW(memcpy, r->bytes);
   }
 }
 
-/* ---- Transposition ---------------------------------------------------------------------------------------------- */
-
-/* So that the rows of a square stay in registers. */
-#define UNROLLED _Pragma("GCC unroll 16")
-
-#if defined(__clang__)
-#define ZIP(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define ZIP(a, b, ...) __builtin_shuffle(a, b, (__typeof__(a)){__VA_ARGS__})
-#endif
-
-/* transpose_N: to[c][r] = from[r][c] for elements of N bytes. Squares of WIDTH x WIDTH are done in vectors: interleaving
- * row i with row i + WIDTH/2 for all i, log2(WIDTH) times, is a transposition. Meanwhile as many rows from `next` on are
- * fetched, if not NULL. */
-#define TRANSPOSE(name, element, WIDTH, ROUNDS, LOW, HIGH)                                                            \
-  typedef element name##_row __attribute__((vector_size(VECTOR)));                                                    \
-  static inline void name##_square(char *to, size_t to_pitch, const char *from, size_t from_pitch) {                  \
-    name##_row a[WIDTH], b[WIDTH];                                                                                    \
-    UNROLLED for (int i = 0; i < WIDTH; i++) memcpy(&a[i], from + i * from_pitch, VECTOR);                            \
-    UNROLLED for (int round = 0; round < ROUNDS; round++) {                                                           \
-      UNROLLED for (int i = 0; i < WIDTH / 2; i++) {                                                                  \
-        b[2 * i] = ZIP(a[i], a[i + WIDTH / 2], LOW);                                                                  \
-        b[2 * i + 1] = ZIP(a[i], a[i + WIDTH / 2], HIGH);                                                             \
-      }                                                                                                               \
-      memcpy(a, b, sizeof a);                                                                                         \
-    }                                                                                                                 \
-    UNROLLED for (int i = 0; i < WIDTH; i++) memcpy(to + i * to_pitch, &a[i], VECTOR);                                \
-  }                                                                                                                   \
-  static void name(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t rows, size_t columns,       \
-                   const char *next) {                                                                                \
-    size_t size = sizeof(element), whole_rows = rows - rows % WIDTH, whole_columns = columns - columns % WIDTH;       \
-    for (size_t r = 0; r < whole_rows; r += WIDTH) {                                                                  \
-      for (size_t i = 0; next && i < WIDTH; i++) fetch(next + (r + i) * from_pitch, columns * size);                  \
-      for (size_t c = 0; c < whole_columns; c += WIDTH)                                                               \
-        name##_square(to + c * to_pitch + r * size, to_pitch, from + r * from_pitch + c * size, from_pitch);          \
-    }                                                                                                                 \
-    for (size_t r = 0; r < rows; r++)                                                                                 \
-      for (size_t c = r < whole_rows ? whole_columns : 0; c < columns; c++)                                           \
-        memcpy(to + c * to_pitch + r * size, from + r * from_pitch + c * size, size);                                 \
-  }
-
-#define LOW_1 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
-#define HIGH_1 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
-#define LOW_2 0, 8, 1, 9, 2, 10, 3, 11
-#define HIGH_2 4, 12, 5, 13, 6, 14, 7, 15
-#define LOW_4 0, 4, 1, 5
-#define HIGH_4 2, 6, 3, 7
-#define LOW_8 0, 2
-#define HIGH_8 1, 3
-
-TRANSPOSE(transpose_1, uint8_t, 16, 4, LOW_1, HIGH_1)
-TRANSPOSE(transpose_2, uint16_t, 8, 3, LOW_2, HIGH_2)
-TRANSPOSE(transpose_4, uint32_t, 4, 2, LOW_4, HIGH_4)
-TRANSPOSE(transpose_8, uint64_t, 2, 1, LOW_8, HIGH_8)
-
-static size_t least(size_t a, size_t b) { return a < b ? a : b; }
-
-/* A matrix of `rows` x `columns` elements of `element` bytes, to be transposed. */
-struct matrix {
-  size_t to_pitch, from_pitch, rows, columns, element;
-};
-
-static void transpose_tile(char *tile, const char *from, const struct matrix *m, const char *next) {
-  size_t pitch = m->rows * m->element;
-  switch (m->element) {
-    case 1: transpose_1(tile, pitch, from, m->from_pitch, m->rows, m->columns, next); break;
-    case 2: transpose_2(tile, pitch, from, m->from_pitch, m->rows, m->columns, next); break;
-    case 4: transpose_4(tile, pitch, from, m->from_pitch, m->rows, m->columns, next); break;
-    default: transpose_8(tile, pitch, from, m->from_pitch, m->rows, m->columns, next); break;
-  }
+/* Rows fetch what is AHEAD bytes further on, the last ones what the next pass begins with. */
+static const struct pass *run_rows(struct walk *w, const struct pass *p) {
+  const struct rows *r = &p->rows;
+  const struct loop *outer = &r->loop[0];
+  int fetches = r->bytes >= VECTOR && r->bytes < LONG;
+  size_t last = least(outer->count, AHEAD / (r->bytes * r->loop[1].count * r->loop[2].count) + 1);
+  size_t most = outer->count - last;
+  if (most) copy_rows(w, p->to, p->from, r, most, fetches ? last * outer->from : 0);
+  const struct pass *next = go_on(w);
+  char *to = p->to + most * outer->to;
+  const char *from = p->from + most * outer->from;
+  copy_rows(w, to, from, r, last, fetches && next ? (size_t)(next->from - from) : 0);
+  return next;
 }
 
-/* By way of tiles in the cache: so what is written are rows of whole lines, not vectors far apart. `next`: a matrix of the
- * same form that comes after this one, or NULL. */
-static void transpose(char *to, const char *from, const struct matrix *m, int stream, const char *next) {
+/* ---- Matrices --------------------------------------------------------------------------------------------------- */
+
+/* Straight to where they belong. As much as is read is fetched from `soon` on. */
+static void stream_matrix(const struct walk *w, char *to, const char *from, const struct matrix *m, const char *soon) {
+  /* The last part is fetched during the first one: the first cache does not hold more. */
+  size_t line = LINE / m->element, rows = AHEAD / (m->columns * m->element);
+  size_t last = least(m->rows, rows > line ? rows - rows % line : line), most = m->rows - last;
+  const char *rest = from + most * m->from_pitch;
+  if (most) w->kernels->stream_transposed(to, from, m, most, rest);
+  w->kernels->stream_transposed(to + most * m->element, rest, m, last, soon);
+}
+
+/* By way of tiles in the cache: so what is written are rows of whole lines, not vectors far apart. `soon`: a matrix of
+ * the same form that comes after this one, or NULL. */
+static void copy_tiles(const struct walk *w, char *to, const char *from, const struct matrix *m, const char *soon) {
   char tile[TILE] __attribute__((aligned(LINE)));
   size_t rows = least(m->rows, TILE / LINE), columns = TILE / (rows * m->element);
   columns -= columns % (LINE / m->element);
   for (size_t r = 0; r < m->rows; r += rows)
     for (size_t c = 0; c < m->columns; c += columns) {
-      struct matrix part = *m;
-      part.rows = least(rows, m->rows - r), part.columns = least(columns, m->columns - c);
-      const char *source = from + r * m->from_pitch + c * m->element;
-      const char *after = next;
+      size_t high = least(rows, m->rows - r), wide = least(columns, m->columns - c), bytes = high * m->element;
+      const char *source = from + r * m->from_pitch + c * m->element, *after = soon;
       if (c + columns < m->columns) after = source + columns * m->element;
       else if (r + rows < m->rows) after = from + (r + rows) * m->from_pitch;
-      transpose_tile(tile, source, &part, after);
-      size_t bytes = part.rows * m->element;
-      struct rows out = {bytes, part.columns, 1, m->to_pitch, 0, bytes, 0, 0};
-      if (m->to_pitch == bytes) out.bytes *= part.columns, out.outer = 1;
-      copy_rows(to + c * m->to_pitch + r * m->element, tile, &out, stream);
+      struct matrix part = {bytes, m->from_pitch, high, wide, m->element};
+      w->kernels->transpose(tile, source, &part, after);
+      struct rows out = {bytes, {{wide, m->to_pitch, bytes}, {1, 0, 0}, {1, 0, 0}}};
+      if (m->to_pitch == bytes) out.bytes *= wide, out.loop[0].count = 1;
+      copy_rows(w, to + c * m->to_pitch + r * m->element, tile, &out, out.loop[0].count, 0);
     }
 }
 
-/* ---- Pages ------------------------------------------------------------------------------------------------------ */
-
-/* The strides of a loop on either side, in bytes. */
-struct step {
-  size_t page, object;
-};
-
-static struct rows rows_of(size_t bytes, size_t outer, struct step far, size_t inner, struct step near, int store) {
-  if (store) return (struct rows){bytes, outer, inner, far.object, near.object, far.page, near.page, 0};
-  return (struct rows){bytes, outer, inner, far.page, near.page, far.object, near.object, 0};
-}
-
-/* Elements of which those of one head follow each other on both sides, and whatever more does. */
-static void copy_whole_heads(const struct maru_geometry *g, const struct maru_plane *plane, char *page, char *object,
-                             size_t tokens, int store, int stream) {
-  size_t size = g->element_size, row = g->head_size * size, all = g->heads * row;
-  struct step token = {plane->token * size, all}, head = {plane->head * size, row};
-  struct rows r = rows_of(row, tokens, token, g->heads, head, store);
-  if (g->heads == 1 || head.page == row) {
-    r.bytes = all, r.inner = 1;
-    if (token.page == all) r.bytes *= tokens, r.outer = 1;
+static const struct pass *run_matrices(struct walk *w, const struct pass *p) {
+  const struct matrix *m = &p->matrix;
+  const struct loop *each = &p->matrices;
+  size_t row = m->rows * m->element, lines = (uintptr_t)p->to | m->to_pitch | row | (each->count > 1 ? each->to : 0);
+  int whole = !(lines & (LINE - 1)) && m->columns * m->element % VECTOR == 0;
+  int direct = whole && w->past && w->kernels->stream_transposed;
+  const struct pass *next = go_on(w);
+  const char *soon = next ? next->from : NULL;
+  for (size_t i = 0; i < each->count; i++) {
+    char *to = p->to + i * each->to;
+    const char *from = p->from + i * each->from;
+    if (direct)
+      stream_matrix(w, to, from, m, soon ? soon + i * row * m->columns : NULL);
+    else
+      copy_tiles(w, to, from, m, i + 1 < each->count ? from + each->from : next && next->matrices.count ? soon : NULL);
   }
-  if (r.bytes < LONG) r.ahead = AHEAD / (r.bytes * r.inner) + 1;
-  copy_rows(store ? object : page, store ? page : object, &r, stream);
+  return next;
 }
 
-/* Elements of which those of one head are apart in the pages. */
-static void copy_elements(const struct maru_geometry *g, const struct maru_plane *plane, char *page, char *object,
-                          size_t tokens, int store, int stream) {
-  size_t size = g->element_size, row = g->head_size * size, all = g->heads * row, pitch = plane->dim * size;
-  struct step token = {plane->token * size, all}, element = {pitch, size}, head = {plane->head * size, row};
-  struct matrix m = {pitch, all, tokens, g->head_size, size};
-  if (store) m = (struct matrix){all, pitch, g->head_size, tokens, size};
-  for (size_t number = 0; number < g->heads; number++, page += head.page, object += head.object) {
-    char *to = store ? object : page, *from = store ? page : object;
-    if (plane->token == 1) {
-      const char *next = number + 1 < g->heads ? from + (store ? head.page : head.object) : NULL;
-      transpose(to, from, &m, stream, next);
-    } else {
-      struct rows r = rows_of(size, tokens, token, g->head_size, element, store);
-      copy_rows(to, from, &r, 0);
-    }
-  }
-}
+/* ---- The interface ---------------------------------------------------------------------------------------------- */
 
 /* Whether tokens of any two blocks that follow each other lie as those of one do. */
 static int is_gapless(const struct maru_geometry *g) {
@@ -261,25 +293,8 @@ uint32_t maru_copy_abi_version(void) { return MARU_ABI_VERSION; }
 int maru_copy_pieces(struct maru_copy_job *job) {
   if (!job || !job->geometry || !job->layer_addresses || !job->pieces) return MARU_E_NULL;
   if (!is_sound(job)) return MARU_E_ARGUMENT;
-  const struct maru_geometry *g = job->geometry;
-  size_t size = g->element_size, token_bytes = (size_t)g->heads * g->head_size * size;
-  int store = job->direction == MARU_STORE, stream = CAN_STREAM && job->past_caches;
-  uint64_t units = (uint64_t)job->piece_count * job->layers, unit;
-  while ((unit = __atomic_fetch_add(&job->taken, 1, __ATOMIC_RELAXED)) < units) {
-    const struct maru_piece *p = &job->pieces[unit / job->layers];
-    size_t step = unit % job->layers, row = p->row + step;
-    char *layer = (char *)(uintptr_t)job->layer_addresses[p->layer + step];
-    for (uint32_t number = 0; number < g->planes; number++) {
-      const struct maru_plane *plane = &g->plane[number];
-      size_t first = plane->offset + p->block * plane->block + p->slot * plane->token;
-      size_t at = ((number * (size_t)job->object_layers + row) * g->chunk_tokens + p->token) * token_bytes;
-      char *page = layer + first * size, *object = (char *)(uintptr_t)p->object + at;
-      if (plane->dim == 1 || g->head_size == 1)
-        copy_whole_heads(g, plane, page, object, p->tokens, store, stream);
-      else
-        copy_elements(g, plane, page, object, p->tokens, store, stream);
-    }
-  }
-  if (stream) streams_done();
+  struct walk w = walk_of(job);
+  for (const struct pass *p = go_on(&w); p;) p = p->matrices.count ? run_matrices(&w, p) : run_rows(&w, p);
+  if (w.past) w.kernels->streamed();
   return MARU_OK;
 }

@@ -73,9 +73,9 @@ def layouts(draw: Any) -> tuple[PagedLayout, ObjectLayout]:
     sizes = {
         "p": 2,
         "b": draw(st.integers(1, 5)),
-        "t": draw(st.sampled_from([1, 2, 7, 8, 16, 24, 33, 64])),
+        "t": draw(st.sampled_from([1, 2, 7, 8, 16, 24, 33, 64, 130])),
         "h": draw(st.integers(1, 3)),
-        "d": draw(st.sampled_from([1, 3, 8, 16, 20, 32, 64, 80])),
+        "d": draw(st.sampled_from([1, 3, 8, 16, 20, 32, 48, 64, 80, 128])),
     }
     planes: tuple[PlaneStrides, ...]
     if draw(st.booleans()):
@@ -116,19 +116,23 @@ def transfers(draw: Any) -> tuple[PagedLayout, ObjectLayout, list[int], list[tup
     return paged, stored, list(blocks), parts
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("direction", ["store", "load"])
-@pytest.mark.parametrize("past_caches", [True, False])
-@settings(max_examples=150, deadline=None)
-@given(transfer=transfers(), skew=st.sampled_from([(0, 0), (0, 1), (1, 0), (3, 8)]))
-def test_it_moves_the_very_bytes_that_numpy_moves(direction, past_caches, transfer, skew):
-    """And no other: also what is around pages and objects is compared."""
+VECTORS = pytest.mark.parametrize("portable", [False, True], ids=["best", "portable"])
+
+
+def check(
+    direction: str,
+    portable: bool,
+    past_caches: bool,
+    transfer: tuple[PagedLayout, ObjectLayout, list[int], list[tuple[int, int, int, int | None]]],
+    skew: tuple[int, int],
+) -> None:
+    """The very bytes that NumPy moves and no other: also what is around pages and objects is compared."""
     paged, stored, blocks, parts = transfer
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_library, "PAST_CACHES", 0 if past_caches else 1 << 60)
         patch.setattr(host_copy, "MIN_BYTES_PER_THREAD", 1)
-        for library in (native_library(), None):
+        for library in (native_library(portable=portable), None):
             memory = Memory.make(paged, stored, len(parts), skew, 7)
             copies = [
                 ChunkCopy(chunk, first, last, buffer, layer)
@@ -138,6 +142,51 @@ def test_it_moves_the_very_bytes_that_numpy_moves(direction, past_caches, transf
                 getattr(opened, direction)(blocks, copies)
             found.append(memory.raw)
     np.testing.assert_array_equal(found[0], found[1])
+
+
+@pytest.mark.slow
+@VECTORS
+@pytest.mark.parametrize("direction", ["store", "load"])
+@pytest.mark.parametrize("past_caches", [True, False])
+@settings(max_examples=100, deadline=None)
+@given(transfer=transfers(), skew=st.sampled_from([(0, 0), (0, 1), (1, 0), (3, 8)]))
+def test_it_moves_the_very_bytes_that_numpy_moves(direction, past_caches, portable, transfer, skew):
+    check(direction, portable, past_caches, transfer, skew)
+
+
+def cpu_pages(heads: int, tokens: int, dim: int) -> tuple[PlaneStrides, ...]:
+    """vLLM's: per head K as ``[dim, tokens]``, then V as ``[tokens, dim]``."""
+    half = tokens * dim
+    page, head = 2 * heads * half, 2 * half
+    return PlaneStrides(0, page, 1, head, tokens), PlaneStrides(half, page, dim, head, 1)
+
+
+def packed(order: str) -> Any:
+    """K and V of a token and head beside each other."""
+
+    def planes(heads: int, tokens: int, dim: int) -> tuple[PlaneStrides, ...]:
+        step = contiguous(order, {"t": tokens, "h": heads, "d": 2 * dim})
+        page = 2 * heads * tokens * dim
+        return tuple(PlaneStrides(number * dim, page, step["t"], step["h"], 1) for number in range(2))
+
+    return planes
+
+
+@VECTORS
+@pytest.mark.parametrize("element", [1, 2, 4, 8])
+@pytest.mark.parametrize("planes", [cpu_pages, packed("thd"), packed("htd")], ids=["cpu", "nhd", "hnd"])
+@pytest.mark.parametrize(
+    ("tokens", "dim"), [(16, 64), (33, 48), (64, 80), (70, 96), (128, 64), (130, 128), (144, 20)], ids=str
+)
+def test_sizes_at_the_edges_of_vectors_and_tiles(planes: Any, tokens: int, dim: int, element: int, portable: bool):
+    """Whole chunks and ragged ones; where pages and objects begin with a line of the cache, and where not."""
+    paged = PagedLayout(planes(3, tokens, dim), 1, 4, tokens, 3, dim, element)
+    stored = ObjectLayout(2, 1, 2 * tokens, 3 * dim, element)
+    for direction in ("load", "store"):
+        for skew in ((0, 0), (3, 0), (0, 8)):
+            for first, last in ((2 * tokens, 4 * tokens), (2 * tokens + 1, 4 * tokens - 3)):
+                transfer = paged, stored, [3, 0, 2, 1], [(0, 0, 2 * tokens, None), (1, first, last, None)]
+                check(direction, portable, True, transfer, skew)
 
 
 GEOMETRY = PagedLayout((PlaneStrides(0, 64, 16, 8, 1), PlaneStrides(256, 64, 16, 8, 1)), 3, 4, 4, 2, 8, 2)
@@ -200,6 +249,27 @@ def test_a_job_that_makes_no_sense_is_refused(job: dict[str, int]) -> None:
 def test_null_is_refused(name: str) -> None:
     assert refused(job={name: 0}) == -1
     assert native_library().copy_pieces(None) == -1
+
+
+@VECTORS
+@pytest.mark.parametrize("store", [True, False], ids=["store", "load"])
+def test_a_piece_without_tokens_is_passed_over(store: bool, portable: bool) -> None:
+    """plan_pieces makes none; in C what comes behind it must not be lost."""
+    paged = PagedLayout(cpu_pages(2, 32, 64), 2, 3, 32, 2, 64, 2)
+    stored = ObjectLayout(2, 2, 64, 128, 2)
+    found = []
+    for empty in (False, True):
+        memory = Memory.make(paged, stored, 1, (0, 0), 7)
+        pages = host_library.NativePages(native_library(portable=portable), memory.layers, paged, stored)
+        copies = [ChunkCopy(0, 32 if empty else 0, 64, memory.objects[0])]
+        pieces = plan_pieces(paged, stored, [2, 0], copies)
+        if not empty:
+            pieces = [evolve(piece, count=0) if piece.token == 0 else piece for piece in pieces]
+        work = pages.work(store, pieces, copies)
+        work._job.past_caches = 1
+        work.run()
+        found.append(memory.raw)
+    np.testing.assert_array_equal(found[0], found[1])
 
 
 def test_elements_that_no_vector_has_are_refused() -> None:
