@@ -173,7 +173,7 @@ def packed(order: str) -> Any:
 
 
 @VECTORS
-@pytest.mark.parametrize("element", [1, 2, 4, 8])
+@pytest.mark.parametrize("element", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4, 8))])
 @pytest.mark.parametrize("planes", [cpu_pages, packed("thd"), packed("htd")], ids=["cpu", "nhd", "hnd"])
 @pytest.mark.parametrize(
     ("tokens", "dim"), [(16, 64), (33, 48), (64, 80), (70, 96), (128, 64), (130, 128), (144, 20)], ids=str
