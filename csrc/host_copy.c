@@ -150,7 +150,7 @@ static void set_pass(struct pass *p, const struct walk *w) {
  * one does. */
 static const struct pass *go_on(struct walk *w) {
   if (w->number == w->passes) w->number = 0, w->token += least(w->window, w->unit.tokens - w->token);
-  while (w->token == w->unit.tokens) {
+  if (w->token == w->unit.tokens) {
     uint64_t unit = __atomic_fetch_add(&w->job->taken, 1, __ATOMIC_RELAXED);
     if (unit >= (uint64_t)w->job->piece_count * w->job->layers) return NULL;
     set_unit(&w->unit, w->job, unit);

@@ -251,27 +251,6 @@ def test_null_is_refused(name: str) -> None:
     assert native_library().copy_pieces(None) == -1
 
 
-@VECTORS
-@pytest.mark.parametrize("store", [True, False], ids=["store", "load"])
-def test_a_piece_without_tokens_is_passed_over(store: bool, portable: bool) -> None:
-    """plan_pieces makes none; in C what comes behind it must not be lost."""
-    paged = PagedLayout(cpu_pages(2, 32, 64), 2, 3, 32, 2, 64, 2)
-    stored = ObjectLayout(2, 2, 64, 128, 2)
-    found = []
-    for empty in (False, True):
-        memory = Memory.make(paged, stored, 1, (0, 0), 7)
-        pages = host_library.NativePages(native_library(portable=portable), memory.layers, paged, stored)
-        copies = [ChunkCopy(0, 32 if empty else 0, 64, memory.objects[0])]
-        pieces = plan_pieces(paged, stored, [2, 0], copies)
-        if not empty:
-            pieces = [evolve(piece, count=0) if piece.token == 0 else piece for piece in pieces]
-        work = pages.work(store, pieces, copies)
-        work._job.past_caches = 1
-        work.run()
-        found.append(memory.raw)
-    np.testing.assert_array_equal(found[0], found[1])
-
-
 def test_elements_that_no_vector_has_are_refused() -> None:
     assert refused(evolve(GEOMETRY, element_size=3)) == -4
 
