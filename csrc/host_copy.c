@@ -94,6 +94,8 @@ static enum order order_of(const struct maru_geometry *g, int by_head) {
 static struct walk walk_of(struct maru_copy_job *job) {
   const struct maru_geometry *g = job->geometry;
   struct walk w = {.job = job, .kernels = maru_best_kernels(), .store = job->direction == MARU_STORE};
+  /* Measured: where tiles are written into the caches and far apart, wide vectors make nothing faster. */
+  if (w.store && !job->past_caches) w.kernels = &maru_portable_kernels;
   w.past = job->past_caches && w.kernels->stream;
   int direct = w.past && w.kernels->stream_transposed;
   w.order = order_of(g, w.store && direct);
@@ -236,9 +238,14 @@ static void copy_tiles(const struct walk *w, char *to, const char *from, const s
       else if (r + rows < m->rows) after = from + (r + rows) * m->from_pitch;
       struct matrix part = {bytes, m->from_pitch, high, wide, m->element};
       w->kernels->transpose(tile, source, &part, after);
+      char *target = to + c * m->to_pitch + r * m->element;
+      if (!w->past && bytes % VECTOR == 0) {
+        for (size_t i = 0; i < wide; i++) copy_vectors(target + i * m->to_pitch, tile + i * bytes, bytes);
+        continue;
+      }
       struct rows out = {bytes, {{wide, m->to_pitch, bytes}, {1, 0, 0}, {1, 0, 0}}};
       if (m->to_pitch == bytes) out.bytes *= wide, out.loop[0].count = 1;
-      copy_rows(w, to + c * m->to_pitch + r * m->element, tile, &out, out.loop[0].count, 0);
+      copy_rows(w, target, tile, &out, out.loop[0].count, 0);
     }
 }
 
