@@ -112,10 +112,10 @@ def failures(tiny: Tiny) -> dict[str, Any]:
     def bad(check: Any) -> Any:
         return lambda located: [False] * len(located.entries)
 
-    counts = [tiny.metric("vllm:maru_loads_failed")]
+    counts = [tiny.failed_loads]
     with tiny.always_loading(), tiny.torn(), tiny.patched(Located, "check", bad):
         out["before"] = tiny.warm(*prompts)["answers"]
-    counts.append(tiny.metric("vllm:maru_loads_failed"))
+    counts.append(tiny.failed_loads)
     tiny.side.reset_cache()
     tiny.forget()
     tiny.learn(*prompts)
@@ -123,7 +123,7 @@ def failures(tiny: Tiny) -> dict[str, Any]:
     longer = [ids + prompt(100, 330) for ids in prompts]
     with tiny.always_loading(), tiny.torn(), tiny.patched(Located, "verify", bad):
         out["after"] = tiny.warm(*longer)["answers"]
-    counts.append(tiny.metric("vllm:maru_loads_failed"))
+    counts.append(tiny.failed_loads)
     out["failed"] = [counts[1] - counts[0], counts[2] - counts[1]]
     behind = [tiny.objects(ids) for ids in longer]
     tiny.side.reset_cache()
@@ -149,7 +149,7 @@ def torn_block(tiny: Tiny) -> dict[str, Any]:
     with with_settings(tiny, loads=False):
         tiny.answer(ids[:230], tokens=1)
     tiny.quiet()
-    counts = tiny.metric("vllm:maru_loads_failed"), tiny.hits
+    counts = tiny.failed_loads, tiny.hits
     with (
         tiny.always_loading(),
         tiny.torn(),
@@ -160,7 +160,7 @@ def torn_block(tiny: Tiny) -> dict[str, Any]:
     return {
         "cold": cold,
         "answer": answer,
-        "failed": tiny.metric("vllm:maru_loads_failed") - counts[0],
+        "failed": tiny.failed_loads - counts[0],
         "tokens": tiny.hits - counts[1],
         "leased": tiny.leased(),
         "free": tiny.free_blocks(),

@@ -67,6 +67,17 @@ class Tiny:
             allocated(request, blocks, external)
 
         self.side.update_state_after_alloc = counted
+        #: Loads that failed, for the same reason.
+        self.failed_loads = 0
+        side = self.side._scheduler
+        if side is not None:
+            count = side._stats.count
+
+            def noted(name: str, amount: float = 1, reason: str = "") -> None:
+                self.failed_loads += name == "loads_failed"
+                count(name, amount, reason)
+
+            side._stats.count = noted
 
     def close(self) -> None:
         """End the engine, so that this process can start another one."""
