@@ -25,6 +25,7 @@ from maru_core.errors import BackendError
 from maru_core.pool_format import SUPERBLOCK_SIZE, plan_pool, unpack_superblock
 from maru_core.protocol import PoolDescriptor
 from maru_core.testing_backend import BackendContract
+from tests.waiting import NEVER
 
 MIB = 1 << 20
 
@@ -420,7 +421,7 @@ def test_servers_that_start_together_do_not_count_the_same_memory(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(NEVER)
     pools = [result for result in results if isinstance(result, cpu.CpuPool)]
     assert (len(results), len(pools)) == (4, 2)
     for pool in pools:

@@ -23,6 +23,7 @@ from maru_core.testing import ServerFactory
 from tests.client.real import Folder
 from tests.server.keyed import free_port, own_address
 from tests.server.raw import RawClient
+from tests.waiting import NEVER
 
 
 def maru(*arguments: object) -> Result:
@@ -117,7 +118,7 @@ def test_an_operator_stops_the_server(maru_server: ServerFactory) -> None:
     server = maru_server()
     result = maru("admin", "--runtime-dir", server.runtime_dir, "stop")
     assert result.exit_code == 0, result.output
-    assert server.process.wait(10) == 0
+    assert server.process.wait(NEVER) == 0
     gone = maru("admin", "--runtime-dir", server.runtime_dir, "stop")
     assert gone.exit_code == 1
     assert "no Maru server listens" in gone.output

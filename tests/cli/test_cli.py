@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from maru_core.cli import main
 from tests.client.real import Folder
-from tests.waiting import eventually
+from tests.waiting import NEVER, eventually
 
 
 def maru(*arguments: str) -> Result:
@@ -150,7 +150,7 @@ def test_hanging_up_ends_a_server_cleanly(maru_runtime_dir: Path, command: tuple
         eventually(lambda: maru("status", "--runtime-dir", str(maru_runtime_dir)).exit_code == 0)
         process.send_signal(signal.SIGHUP)
         if ends:
-            assert process.wait(10) == 0
+            assert process.wait(NEVER) == 0
             assert not (maru_runtime_dir / "server.json").exists()
         else:
             with pytest.raises(subprocess.TimeoutExpired):

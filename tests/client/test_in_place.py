@@ -28,7 +28,7 @@ from maru_core.testing import ServerFactory
 from maru_core.testing_server import RunningServer
 from tests.client.real import NAMESPACE
 from tests.server.raw import RawClient
-from tests.waiting import eventually
+from tests.waiting import NEVER, eventually
 
 Connect = Callable[[RunningServer], MaruHandler]
 
@@ -212,7 +212,7 @@ def test_hosts_that_have_all_said_goodbye_are_in_nobodys_way(device: Path, tmp_p
             client.close()
     finally:
         Peek(runtime.url, 5.0).administer(runtime.read_credential(), AdminVerb.STOP)
-        thread.join(20)
+        thread.join(NEVER)
     record = read_record(device.read_bytes()[:SUPERBLOCK_SIZE])[0]
     assert record is not None
     assert (record.state, record.abroad) == ("released", not goodbye)

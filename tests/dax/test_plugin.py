@@ -28,7 +28,7 @@ from maru_plugins_dax.placement import Topology
 from maru_plugins_dax.plugin import DaxHints, dax
 from maru_plugins_dax.switches import Switches
 from maru_plugins_dax.watch import Surroundings
-from tests.waiting import eventually
+from tests.waiting import NEVER, eventually
 
 MIB = 1 << 20
 SIZE = 32 * MIB
@@ -173,13 +173,13 @@ def test_threads_end_at_unmap_and_let_go_of_the_memory(region: Region) -> None:
 
     def answer(advice: int, start: int) -> int:
         entered.set()
-        release.wait(20)
+        release.wait(NEVER)
         return 0
 
     kernel = FakeKernel(answer)
     host = host_of(Switches(populate=True), around(kernel))
     host.region_mapped(region)
-    assert entered.wait(10)
+    assert entered.wait(NEVER)
     started = time.monotonic()
     host.region_unmapping(region)
     assert time.monotonic() - started < 10, "it waits for a moment, not for the slice"
@@ -270,7 +270,7 @@ class _Busy:
     def read_ahead(self, extents: object) -> None:
         self.seen += 1
         self.entered.release()
-        self.release.wait(20)
+        self.release.wait(NEVER)
 
 
 def test_a_full_queue_drops_and_never_waits() -> None:
@@ -280,11 +280,11 @@ def test_a_full_queue_drops_and_never_waits() -> None:
     assert figures.all()["dax.ahead_dropped"] == 1, "no thread yet"
     ahead.start()
     ahead.put(watch, EXTENTS)  # type: ignore[arg-type]
-    assert watch.entered.acquire(timeout=10)
+    assert watch.entered.acquire(timeout=NEVER)
     started = time.monotonic()
     for _ in range(DEPTH + 3):
         ahead.put(watch, EXTENTS)  # type: ignore[arg-type]
-    assert time.monotonic() - started < 10, "a read ahead lasts twenty"
+    assert time.monotonic() - started < 10, "a read ahead lasts until it is released"
     assert figures.all()["dax.ahead_dropped"] == 4
     watch.release.set()
     ahead.stop()

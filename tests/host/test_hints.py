@@ -17,6 +17,7 @@ from maru_core.fakes import FakeBackend
 from maru_core.hints import HINTS, HOT, Limits
 from maru_core.host import PluginHost
 from maru_core.plugin import hookimpl
+from tests.waiting import NEVER
 
 EXTENTS = [ReadExtent(0, 4096, 10)]
 COLD = [hook for hook in HINTS if hook not in HOT]
@@ -122,7 +123,7 @@ def test_while_it_hangs_other_threads_load_without_it(hook: str, region: Region,
     with capture_logs() as logs:
         thread = threading.Thread(target=call, args=(host, hook, region))
         thread.start()
-        assert entered.wait(10)
+        assert entered.wait(NEVER)
         time.sleep(0.3)
         started = time.monotonic()
         for _ in range(3):
@@ -130,7 +131,7 @@ def test_while_it_hangs_other_threads_load_without_it(hook: str, region: Region,
         assert time.monotonic() - started < 5
         assert thread.is_alive()
         release.set()
-        thread.join(10)
+        thread.join(NEVER)
     assert not thread.is_alive()
     (log,) = logs
     assert "has not come back on another thread" in log["reason"]

@@ -17,6 +17,7 @@ from maru_core.fakes import FakeBackend
 from maru_core.hints import HINTS
 from maru_core.host import PluginHost
 from maru_core.plugin import hookimpl
+from tests.waiting import NEVER
 
 EXTENTS = [ReadExtent(0, 4096, 10)]
 HOOKS = [name for name in vars(hookspecs) if name.startswith("maru_")]
@@ -197,7 +198,7 @@ def test_hints_that_fail_on_many_threads_are_told_once() -> None:
     class Bad:
         @hookimpl
         def maru_before_read(self) -> None:
-            barrier.wait(10)
+            barrier.wait(NEVER)
             raise ValueError
 
     host = PluginHost.with_plugins({"bad": Bad()})
@@ -207,7 +208,7 @@ def test_hints_that_fail_on_many_threads_are_told_once() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join(NEVER)
     assert [log["event"] for log in logs].count("plugin_failed") == 1
 
 

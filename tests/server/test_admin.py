@@ -13,7 +13,7 @@ from maru_core.server.loop import SWEEP_INTERVAL
 from tests.server.keyed import descriptor, own_address, tenants
 from tests.server.raw import RawClient, Refused, keys, u32, u64
 from tests.server.test_edge import answer, make_handlers
-from tests.waiting import eventually
+from tests.waiting import NEVER, eventually
 
 KEYS = keys(0, 4)
 
@@ -142,7 +142,7 @@ def test_a_quota_is_ordered_and_taken_back(server, connect, operator, token):
 @pytest.mark.slow
 def test_stop_answers_and_ends(server, connect, operator, token):
     assert operator.admin(token, "stop") == []
-    assert server.process.wait(10) == 0
+    assert server.process.wait(NEVER) == 0
 
 
 @pytest.mark.slow
@@ -237,7 +237,7 @@ def test_the_credential_lives_as_long_as_its_folder(start_server, connect, runti
     assert len(token.strip()) == 64
     assert path.stat().st_mode & 0o777 == 0o600
     server.process.terminate()
-    server.process.wait(10)
+    server.process.wait(NEVER)
     start_server()
     assert path.read_text() == token
     assert [name.name for name in runtime_dir.glob("admin.token*")] == ["admin.token"]

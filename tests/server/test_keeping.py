@@ -10,6 +10,7 @@ import pytest
 
 from maru_core.runtime_dir import RuntimeDir
 from maru_core.server.keeping import TOUCH_INTERVAL, FolderKeeper
+from tests.waiting import NEVER
 
 
 def can_be_cleaned(folder: Path) -> bool:
@@ -87,5 +88,5 @@ def test_a_server_holds_its_folder_of_sessions(start_server):
     server = start_server()
     assert not can_be_cleaned(server.folder / "sessions")
     server.process.terminate()
-    server.process.wait(10)
+    server.process.wait(NEVER)
     assert can_be_cleaned(server.folder / "sessions")

@@ -38,7 +38,7 @@ from maru_core.server.steps import SLICE
 from tests.server.pure import World
 from tests.server.raw import RawClient, Refused, key, keys, u64
 from tests.server.test_edge import answer, make_handlers
-from tests.waiting import eventually
+from tests.waiting import NEVER, eventually
 
 HELLO = [Op.HELLO, 1, 0, 0, PROTOCOL_VERSION, "client", [1, "h", "n"], b"\x90", 0, []]
 
@@ -55,7 +55,7 @@ def served(context, url="tcp://127.0.0.1:*", chores=(), **options):
         yield loop, handlers, address
     finally:
         loop.stop()
-        thread.join(10)
+        thread.join(NEVER)
         loop.close()
         assert not thread.is_alive()
 

@@ -34,7 +34,7 @@ class Memory:
         self.calls.append(("publish", self.number, offset, length, bytes(self.buffer[offset : offset + length])))
 
     def acquire(self, offset: int, length: int) -> None:
-        assert self.gate.wait(10)
+        assert self.gate.wait(NEVER)
         self.calls.append(("acquire", self.number, offset, length, b""))
         if self.fault is not None:
             raise self.fault
@@ -151,7 +151,7 @@ def test_the_end_does_not_wait_for_what_is_left(upper_and_lower, monkeypatch):
     mover = Mover(upper_and_lower)
     for _ in range(100):
         mover.begin(a_move(0, 0, 3 * SLICE))
-    assert copied.wait(10)
+    assert copied.wait(NEVER)
     begin = time.monotonic()
     mover.close()
     assert time.monotonic() - begin < 10, "all of it takes twenty"

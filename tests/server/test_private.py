@@ -21,7 +21,7 @@ from maru_core.protocol import Op
 from maru_core.testing import ServerFactory
 from tests.server.keyed import free_port
 from tests.server.raw import RawClient, keys
-from tests.waiting import eventually
+from tests.waiting import NEVER, eventually
 
 
 def sockets_of(pid: int) -> set[str]:
@@ -134,7 +134,7 @@ def test_files_are_private_whatever_the_mask(maru_runtime_dir: Path) -> None:
         assert {mode(path) for path in pools} == {0o600}
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(NEVER)
 
 
 def serve(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
@@ -203,7 +203,7 @@ def test_a_socket_that_was_removed_comes_back(start_server, connect):
         assert connect(server).hello().probe(keys(0, 1)) == b"\1"
     old.call(Op.PING)
     server.process.terminate()
-    assert server.process.wait(10) == 0
+    assert server.process.wait(NEVER) == 0
     assert not path.exists()
 
 

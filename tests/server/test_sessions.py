@@ -229,7 +229,7 @@ def test_a_stopped_server_leaves_only_its_lock_and_credential(start_server, conn
     server = start_server()
     connect(server).hello()
     server.process.terminate()
-    assert server.process.wait(10) == 0
+    assert server.process.wait(NEVER) == 0
     assert sorted(path.name for path in runtime_dir.iterdir()) == [
         "admin.token",
         "server.lock",
@@ -292,6 +292,6 @@ def test_run_server_needs_no_main_thread(runtime_dir, context):
     assert client.store(keys(0, 1)) == b"\0"
     client.call(Op.BYE)
     client.close()
-    thread.join(10)
+    thread.join(NEVER)
     assert not thread.is_alive()
     assert signal.getsignal(signal.SIGTERM) is before

@@ -14,7 +14,7 @@ from maru_core.protocol.messages import PoolDescriptor
 from tests.server.fakes import FileRegion
 from tests.server.raw import RawClient, key, keys, u64
 from tests.server.test_restart import kill
-from tests.waiting import eventually
+from tests.waiting import NEVER, eventually
 
 pytestmark = pytest.mark.slow
 
@@ -193,5 +193,5 @@ def test_a_server_ends_while_objects_move(start_server, connect, mapped):
     for first in range(0, 400, 8):
         store(client, memory, first, 8)
     server.process.terminate()
-    assert server.process.wait(10) == 0
+    assert server.process.wait(NEVER) == 0
     assert not list(server.folder.glob("pool-*"))

@@ -28,6 +28,7 @@ from maru_transfer.device_copy import DeviceTransfer
 from maru_transfer.host_copy import HostTransfer
 from maru_transfer.torch_copy import TorchCopyEngine
 from maru_transfer.torch_copy_plugin import maru_transfer_engines
+from tests.waiting import NEVER
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SIZE = Size(L=3, NB=7, BS=4, NH=2, HS=4)
@@ -296,7 +297,7 @@ class SlowMove:
         with self.lock:
             self.running += 1
         if caller:
-            assert self.shared.wait(10), "no copying thread took its share"
+            assert self.shared.wait(NEVER), "no copying thread took its share"
         else:
             self.shared.set()
             time.sleep(0.05)

@@ -295,7 +295,7 @@ def test_a_reset_of_running_requests_stops_their_stores(
     store, reserve, opened = FakeStore(), FakeHandler.reserve, threading.Event()
 
     def held_up(*args: Any, **kwargs: Any) -> Any:
-        assert opened.wait(10)
+        assert opened.wait(NEVER)
         return reserve(*args, **kwargs)
 
     monkeypatch.setattr(FakeHandler, "reserve", held_up)
