@@ -49,7 +49,7 @@ def counted() -> Iterator[Counter[str]]:
 def decoding(engine: Engine) -> None:
     """One request that has stored what is complete and decodes, in the middle of a block.
 
-    A step that begins a block makes one call more, to learn of it.
+    A step that begins a block makes three calls more, to learn of it.
     """
     request = engine.add("a", prompt(CHUNK + 1), max_tokens=4 * CHUNK)
     side = engine.side._scheduler
