@@ -669,6 +669,7 @@ def test_a_pool_smaller_than_a_prompt_is_used_as_far_as_it_goes(
         engine.step()
         assert len(store.objects) <= chunks
     engine.run()
+    taken()  # up to 0.23 vLLM asks only when a worker has something to tell, and here none has
     for number, tokens in enumerate(prompts):
         assert engine.answers[f"r{number}"] == reference(tokens, 3)
     assert dropped or chunks > 2
