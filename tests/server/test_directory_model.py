@@ -78,16 +78,21 @@ class DirectoryModel(RuleBasedStateMachine):
         statuses, entries, generations = self.world.directory.reserve(session, tuple(column), parents, sizes)
         assert len(statuses) == len(entries) == len(generations) == len(column)
         seen = set()
+        without_room = set()
         for at, (name, status) in enumerate(zip(column, statuses, strict=True)):
+            above = (column[at - 1] if at else parents[0]) if chain == "chain" else parents[at] if parents else None
             if before[at] == Presence.READY:
                 assert status == ReserveStatus.PRESENT
             elif before[at] == Presence.WRITING or name in seen:
                 assert status in (ReserveStatus.BUSY, ReserveStatus.PRESENT, ReserveStatus.NO_ROOM)
             elif (sizes if isinstance(sizes, int) else sizes[at]) > self.longest:
-                assert status == ReserveStatus.REFUSED
+                # Below one without room nothing is looked at any more.
+                assert status == ReserveStatus.REFUSED or (status == ReserveStatus.NO_ROOM and above in without_room)
             else:
                 assert status in (ReserveStatus.NEW, ReserveStatus.NO_ROOM)
             seen.add(name)
+            if status == ReserveStatus.NO_ROOM:
+                without_room.add(name)
             if status == ReserveStatus.NEW:
                 assert generations[at] > self.generations.get(entries[at], 0), "the generation did not change"
                 self.generations[entries[at]] = generations[at]

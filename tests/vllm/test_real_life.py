@@ -138,21 +138,30 @@ def test_two_engines_and_a_server_in_trouble(folder: Folder, engine_on: EngineOn
         engine.poisoned.clear()
         settled(engine, free)
 
-        def idle() -> bool:
-            try:
-                stats = watcher.server_stats()
-            except MaruError:
-                return False
-            (pool,) = stats["pools"]
-            return not pool["leased"] and not pool["reserved"]
-
-        eventually(idle)
+        eventually(partial(nothing_held, watcher))
         start = time.monotonic()
         engine.side.shutdown()
         engine.worker.shutdown()
         assert time.monotonic() - start < 20
-    eventually(lambda: watcher.server_stats()["sessions"] == 1)
-    assert watcher.server_stats()["counters"]["internal_errors"] == 0
+    eventually(partial(nobody_else, watcher))
+    assert watcher.server_stats(timeout=20)["counters"]["internal_errors"] == 0
+
+
+def nothing_held(watcher: MaruHandler) -> bool:
+    """Whether a server answers and says that no page is leased or reserved."""
+    try:
+        (pool,) = watcher.server_stats()["pools"]
+    except MaruError:
+        return False
+    return not pool["leased"] and not pool["reserved"]
+
+
+def nobody_else(watcher: MaruHandler) -> bool:
+    """Whether a server answers and says that the watcher is its only client."""
+    try:
+        return bool(watcher.server_stats()["sessions"] == 1)
+    except MaruError:
+        return False
 
 
 @pytest.mark.slow
@@ -184,7 +193,7 @@ def test_an_engine_that_ends_with_loads_and_stores_under_way_leaves_nothing_behi
     first.run()
     first.side.shutdown()
     first.worker.shutdown()
-    eventually(lambda: watcher.server_stats()["sessions"] == 1)
+    eventually(partial(nobody_else, watcher))
     second = engine()
     gate = threading.Event()
     pace.pause = lambda: [None, gate.wait(NEVER)][0]
@@ -205,13 +214,5 @@ def test_an_engine_that_ends_with_loads_and_stores_under_way_leaves_nothing_behi
         side.shutdown()
     assert time.monotonic() - start < 20
 
-    def idle() -> bool:
-        try:
-            stats = watcher.server_stats()
-        except MaruError:
-            return False
-        (pool,) = stats["pools"]
-        return not pool["leased"] and not pool["reserved"] and stats["sessions"] == 1
-
-    eventually(idle, within=6.0)
+    eventually(lambda: nothing_held(watcher) and nobody_else(watcher))
     assert not {"maru-load", "maru-store"} & {thread.name for thread in threading.enumerate()}
