@@ -21,6 +21,9 @@ from attrs import define, evolve, field, frozen
 #: or shorter show after half as many hits.
 _KEPT = 7
 
+#: Seconds after which nobody waits for the step of a request that was reported: it was aborted meanwhile.
+_FORGOTTEN = 10.0
+
 
 @frozen
 class Progress:
@@ -136,4 +139,5 @@ class Rhythm:
         """With the end of a step of ``computing`` requests these were reported as received."""
         if request_ids and computing:
             now = self._clock()
+            self._told = {name: told for name, told in self._told.items() if now - told < _FORGOTTEN}
             self._told.update(dict.fromkeys(request_ids, now))

@@ -296,3 +296,15 @@ def test_what_was_reported_is_forgotten_with_the_step_that_knows(steps: list[tup
         assert figure is None or figure >= 0
     assume(any(count and computing for count, _, computing in steps))
     assert it.outlook.lead is not None
+
+
+def test_a_request_that_is_aborted_before_its_step_is_not_remembered_for_ever() -> None:
+    it, clock = rhythm()
+    for number in range(100):
+        it.told([f"aborted {number}"], 1)
+        clock.now += 1.0
+    assert len(it._told) <= 10
+    it.told(["a"], 1)
+    clock.now += 2.0
+    it.begin(["a"], 1, by_layer=True)
+    assert it.outlook.lead == pytest.approx(2.0)
