@@ -259,17 +259,22 @@ def test_a_store_that_came_to_nothing_is_planned_again_by_whoever_has_the_chunk(
     settled(engine, 63)
 
 
-def test_preemption_stops_stores_before_blocks_are_given_away(
-    engine_on: EngineOn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """R081: the saver is held up, others overwrite the blocks: the pool gets true bytes or nothing."""
-    store, reserve, opened = FakeStore(), FakeHandler.reserve, threading.Event()
+@pytest.fixture
+def reserving(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No store gets room before this is set."""
+    reserve, allowed = FakeHandler.reserve, threading.Event()
 
     def held_up(*args: Any, **kwargs: Any) -> Any:
-        assert opened.wait(NEVER)
+        assert allowed.wait(NEVER)
         return reserve(*args, **kwargs)
 
     monkeypatch.setattr(FakeHandler, "reserve", held_up)
+    return allowed
+
+
+def test_preemption_stops_stores_before_blocks_are_given_away(engine_on: EngineOn, reserving: threading.Event) -> None:
+    """R081: the saver is held up, others overwrite the blocks: the pool gets true bytes or nothing."""
+    store = FakeStore()
     prompts = [prompt(90, seed) for seed in range(4)]
     threads = Threads(HostLane, stores=SaverSettings(limit_bytes=1 << 30))
     engine = engine_on(store, num_blocks=24, budget=96, extra={**LATER, **PARKED}, threads=threads)
@@ -279,7 +284,7 @@ def test_preemption_stops_stores_before_blocks_are_given_away(
         engine.step()
     for _ in range(20):
         engine.step()
-    opened.set()
+    reserving.set()
     engine.run(5000)
     for seed, tokens in enumerate(prompts):
         assert engine.answers[f"r{seed}"] == reference(tokens, 60)
@@ -289,16 +294,10 @@ def test_preemption_stops_stores_before_blocks_are_given_away(
 
 @pytest.mark.parametrize("aborted", [False, True])
 def test_a_reset_of_running_requests_stops_their_stores(
-    engine_on: EngineOn, monkeypatch: pytest.MonkeyPatch, aborted: bool
+    engine_on: EngineOn, reserving: threading.Event, aborted: bool
 ) -> None:
     """As a preemption does: it takes their blocks away between two steps, which older versions name in no step."""
-    store, reserve, opened = FakeStore(), FakeHandler.reserve, threading.Event()
-
-    def held_up(*args: Any, **kwargs: Any) -> Any:
-        assert opened.wait(NEVER)
-        return reserve(*args, **kwargs)
-
-    monkeypatch.setattr(FakeHandler, "reserve", held_up)
+    store = FakeStore()
     prompts = [prompt(90, 1), prompt(260, 2)]
     threads = Threads(HostLane, stores=SaverSettings(limit_bytes=1 << 30))
     engine = engine_on(store, num_blocks=24, budget=512, extra=LATER, threads=threads)
@@ -313,7 +312,7 @@ def test_a_reset_of_running_requests_stops_their_stores(
     engine.add("r1", prompts[1], max_tokens=count)
     for _ in range(count - 20):  # blocks that the store would read are written to, and nobody has ended
         engine.step()
-    opened.set()
+    reserving.set()
     engine.run(5000)
     assert engine.answers["r1"] == reference(prompts[1], count)
     whole = [tokens + engine.answers[f"r{number}"] for number, tokens in enumerate(prompts)]
