@@ -18,6 +18,12 @@ class EvictionPolicy(Protocol):
     def add(self, entries: Sequence[int]) -> None:
         """These became evictable just now: the last one is the most valuable."""
 
+    def moved_in(self, entries: Sequence[int]) -> None:
+        """Objects of another pool are here from now on, and :meth:`add` follows; :meth:`stored` was not called.
+
+        What was said of these entries before is true of objects that are gone, perhaps of another namespace.
+        """
+
     def touch(self, entries: Sequence[int]) -> None:
         """These were used while they were held or parked: the last one is the most valuable."""
 
@@ -46,7 +52,7 @@ class EvictionPolicy(Protocol):
         """What the next victim is worth, comparable among the policies of one pool; ``None`` without a victim."""
 
     def looked_up(self, keys: Sequence[bytes], found: int, entries: Sequence[int], after: bytes | None = None) -> None:
-        """A request asked for ``keys``, a chain, and is about to read the first ``found`` of them.
+        """A request asked for ``keys``, a chain whose keys differ, and is about to read the first ``found`` of them.
 
         ``entries``: those of the ``found`` objects that are in this pool. ``after``: the key before them in the same
         request, when it comes in parts.

@@ -147,6 +147,12 @@ class Buckets:
             if code:
                 places.kind[at] = places.buckets[code >> 1].kind.number
 
+    def forget_kinds(self, objects: Sequence[int]) -> None:
+        """Of which kind these, which are neither held nor parked, will be is not known."""
+        kinds = self._places.kind
+        for at in objects:
+            kinds[at] = 0
+
     def pop(self, count: int, before: int | None) -> list[int]:
         """At most ``count`` victims, the least valuable first, and none that is worth ``before`` or more."""
         victims: list[int] = []

@@ -281,6 +281,8 @@ class Directory:
     ) -> None:
         """Tell the policies what a request found."""
         keys = keys_of(packed)
+        if len(set(keys)) < len(keys):
+            return  # no chain, so it says nothing about chains
         hits = len(keys) - len(statuses.lstrip(_FOUND))
         number = session.namespace.number
         if len(self.arenas) == 1:

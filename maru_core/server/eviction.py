@@ -181,6 +181,9 @@ class LeastRecentlyUsed:
     def stored(self, keys: Sequence[bytes], entries: Sequence[int], parent: bytes | None) -> None:
         pass
 
+    def moved_in(self, entries: Sequence[int]) -> None:
+        pass
+
     def _objects(self, entries: Sequence[int]) -> Sequence[int]:
         base = self._uses.base
         return [entry - base for entry in entries] if base else entries

@@ -157,6 +157,10 @@ class Guard:
         self._use(namespace, names, parent, keys[-1])
         self._count_in(-behind)
 
+    def moved_in(self) -> None:
+        """There is something here that came from another pool."""
+        self._alone = False
+
     def evicted(self, entries: Sequence[int]) -> None:
         """The pool loses these, unless :meth:`kept` says otherwise before the next call."""
         held, ghost = self._held, self._ghost

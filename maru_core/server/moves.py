@@ -315,6 +315,8 @@ class Moves:
             below.free.give(move.target - below.base, pages)
             self._counters["moves_dropped"] += 1
         self._let_go(arena, move.source, home)
+        if good:
+            below.tenants.move_in(home, (move.target,))
         return good
 
     def _is_wanted(self, move: Move) -> bool:
@@ -345,7 +347,6 @@ class Moves:
         below.used += pages
         below.objects += 1
         below.demoted_in += 1
-        below.tenants.add(namespace.number, (target,))
         self._counters["demoted"] += 1
 
     def _add_replica(self, move: Move, above: Arena) -> None:
@@ -355,7 +356,6 @@ class Moves:
         above.used += objects.pages[target]
         above.replicas += 1
         above.promoted_in += 1
-        above.tenants.add(objects.home[target], (target,))
         self._counters["promoted"] += 1
 
     def _let_go(self, arena: Arena, entry: int, home: int) -> None:

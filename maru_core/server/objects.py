@@ -33,11 +33,15 @@ class Postponed:
         self._acts.append(act)
 
     def settle(self) -> None:
-        """Do all that was put off."""
+        """Do all that was put off. What one raises is raised, and the others are done the next time."""
         if self._acts:
             acts, self._acts = self._acts, []
-            for act in acts:
-                act()
+            for done, act in enumerate(acts, 1):
+                try:
+                    act()
+                except BaseException:
+                    self._acts[:0] = acts[done:]
+                    raise
 
 
 class Objects:

@@ -264,18 +264,20 @@ class Reservations:
 
         def account() -> None:
             namespace = session.namespace
-            for arena, part in objects.by_arena(entries):
+            by_arena = objects.by_arena(entries)
+            for arena, part in by_arena:
                 taken = objects.pages_of(part)
                 arena.reserved -= taken
                 namespace.reserved[arena.number] -= taken
                 session.reserved_pages[arena.number] -= taken
                 arena.used += taken
                 arena.objects += len(part)
-                arena.tenants.add(namespace.number, part[::-1])
             session.reserved.difference_update(entries)
             namespace.objects += len(entries)
             namespace.stored_bytes += objects.length_of(entries)
             self._counters["stored"] += len(entries)
+            for arena, part in by_arena:
+                arena.tenants.add(namespace.number, part[::-1])
 
         self._postponed.add(account)
 

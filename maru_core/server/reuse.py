@@ -50,6 +50,10 @@ class ReusePolicy:
     def stored(self, keys: Sequence[bytes], entries: Sequence[int], parent: bytes | None) -> None:
         self._stretches.stored(keys, entries, parent)
 
+    def moved_in(self, entries: Sequence[int]) -> None:
+        self._places.guard.moved_in()
+        self._buckets.forget_kinds(self._objects(entries))
+
     # -- what may be evicted -------------------------------------------------------------------------------------------
 
     def add(self, entries: Sequence[int]) -> None:

@@ -34,6 +34,11 @@ class Tenants:
         if self._several and namespace not in self._listed:
             self._list(namespace)
 
+    def move_in(self, namespace: int, entries: Sequence[int]) -> None:
+        """The same for what comes from another pool."""
+        self._policy(namespace).moved_in(entries)
+        self.add(namespace, entries)
+
     def touch(self, namespace: int, entries: Sequence[int]) -> None:
         """:meth:`EvictionPolicy.touch` likewise."""
         self._policy(namespace).touch(entries)

@@ -481,9 +481,14 @@ class Chaos:
             if parts != one["capacity"] or one["leased"] > one["used"]:
                 self.problems.append(f"the pool does not add up: {one}")
         if stats["counters"]["internal_errors"]:
-            self.problems.append(f"{stats['counters']['internal_errors']} internal errors; see server.log")
+            self.problems.append(f"{stats['counters']['internal_errors']} internal errors: {self._faults()}")
         self.events["checks"] += 1
         return stats
+
+    def _faults(self) -> str:
+        """Where the server's log says that something was raised."""
+        log = (self._folder / "server.log").read_text()
+        return " | ".join(line.strip("│ ") for line in log.splitlines() if "❱" in line or "error = " in line)[:3000]
 
     def hits(self) -> int:
         """Verified hits of all clients so far."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from itertools import count
 
 from attrs import define
 
+from maru_core.contracts import PolicyFactory
 from maru_core.pool_format import HEADER_SIZE, State
 from maru_core.protocol.messages import NO_ENTRY, PoolDescriptor
 from maru_core.server.arena import Arena
 from maru_core.server.directory import Directory
+from maru_core.server.eviction import least_recently_used
 from maru_core.server.index import tags_of
 from maru_core.server.liveness import SessionRecord
 from maru_core.server.namespaces import NamespaceState
@@ -34,6 +37,7 @@ class World:
     demote: bool = False
     promote: bool = False
     read_order: tuple[int, ...] = ()
+    policy: PolicyFactory = least_recently_used
 
     @classmethod
     def of(
@@ -45,9 +49,10 @@ class World:
         demote: bool = False,
         promote: bool = False,
         read_order: tuple[int, ...] = (),
+        policy: PolicyFactory = least_recently_used,
     ) -> World:
         tables = [bytearray(count * HEADER_SIZE) for count in counts]
-        return cls.over(tables, share, ahead, quota=quota, demote=demote, promote=promote, read_order=read_order)
+        return cls.over(tables, share, ahead, None, quota, demote, promote, read_order, policy)
 
     @classmethod
     def over(
@@ -60,23 +65,27 @@ class World:
         demote: bool = False,
         promote: bool = False,
         read_order: tuple[int, ...] = (),
+        policy: PolicyFactory = least_recently_used,
     ) -> World:
         """Over header tables that exist; empty until it recovers what they say. ``quota`` of any namespace."""
         arenas, base = [], 0
+        ticks = count(1.0)
         for number, table in enumerate(tables):
-            count = len(table) // HEADER_SIZE
-            descriptor = PoolDescriptor(number, "fake", "", b"", count * GRANULE, GRANULE, base, count, 0, 0)
-            arenas.append(Arena.of(number, descriptor, memoryview(table)))
-            base += count
+            entries = len(table) // HEADER_SIZE
+            descriptor = PoolDescriptor(number, "fake", "", b"", entries * GRANULE, GRANULE, base, entries, 0, 0)
+            arenas.append(Arena.of(number, descriptor, memoryview(table), policy, lambda: next(ticks)))
+            base += entries
         numbers = iter(range(1, 1 << 30))
         directory = Directory(arenas, share, ahead, epochs, quota, demote, promote, read_order)
         registry = SessionRegistry(len(tables), lambda: next(numbers))
-        return cls(directory, registry, tables, share, ahead, demote, promote, read_order)
+        return cls(directory, registry, tables, share, ahead, demote, promote, read_order, policy)
 
     def reborn(self, epochs: Epochs | None = None, tables: list[bytearray] | None = None) -> World:
         """What the next server makes of this one's memory (or of ``tables``) and sessions, which it awaits."""
         copies = [bytearray(table) for table in tables or self.tables]
-        world = World.over(copies, self.share, self.ahead, epochs, None, self.demote, self.promote, self.read_order)
+        world = World.over(
+            copies, self.share, self.ahead, epochs, None, self.demote, self.promote, self.read_order, self.policy
+        )
         for session in self.sessions:
             record = SessionRecord(session.namespace.digest.hex(), session.role, session.name, True, False)
             namespace = world.directory.namespaces.of_digest(session.namespace.digest)

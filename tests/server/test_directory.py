@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
+
+from maru_core.contracts import NewPolicy
 from maru_core.pool_format import State
 from maru_core.protocol.messages import CommitStatus, Presence, ReserveStatus
+from maru_core.server.eviction import least_recently_used
+from maru_core.server.objects import Postponed
+from maru_core.server.reuse import reuse_policy
 from tests.server.pure import GRANULE, World
 from tests.server.raw import key
 
@@ -274,3 +282,52 @@ def test_a_writer_that_is_gone_finishes_too_late():
     assert (world.directory.arenas[0].used, world.directory.counters["stored"]) == (4, 4)
     assert world.directory.probe(second, keys(0, 4)) == b"\1" * 4
     world.check()
+
+
+def test_a_key_asked_for_twice_is_leased_twice():
+    world = World.of(8, policy=reuse_policy)
+    session = world.session()
+    world.store(session, keys(0, 3))
+    names = [*keys(0, 3), *keys(2, 1)]
+    assert world.directory.acquire(session, 1, names, True)[0] == bytes([Presence.READY]) * 4
+    world.check()
+    world.directory.release(session, 1, 4)
+    world.check()
+    assert world.store(session, keys(3, 8)) == bytes(8), "nothing is held any more"
+
+
+def test_what_was_put_off_behind_a_fault_is_done_later():
+    postponed, done = Postponed(), []
+    for act in (lambda: done.append(1), lambda: done.append(1 // 0), lambda: done.append(3)):
+        postponed.add(act)
+    with pytest.raises(ZeroDivisionError):
+        postponed.settle()
+    postponed.settle()
+    assert done == [1, 3]
+
+
+def test_a_policy_that_raises_breaks_nothing_else():
+    def policy(base: int, count: int, clock: Callable[[], float]) -> NewPolicy:
+        def new():
+            order = least_recently_used(base, count, clock)()
+            add = order.add
+
+            def raises(entries):
+                order.add = add
+                raise ValueError("a plugin's fault")
+
+            order.add = raises
+            return order
+
+        return new
+
+    world = World.of(4, policy=policy)
+    session = world.session()
+    world.store(session, keys(0, 2))
+    with pytest.raises(ValueError, match="a plugin"):
+        world.check()
+    world.check()
+    assert world.directory.acquire(session, 1, keys(0, 2), True)[0] == bytes([Presence.READY]) * 2
+    world.directory.release(session, 1, 2)
+    world.check()
+    assert world.store(session, keys(2, 4)) == bytes(4)

@@ -12,7 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from maru_core.pool_format import State
 from maru_core.protocol.messages import CommitStatus, Presence, ReserveStatus
+from maru_core.server.eviction import least_recently_used
 from maru_core.server.moves import Move
+from maru_core.server.reuse import reuse_policy
 from tests.budgets import examples
 from tests.server.pure import GRANULE, World
 from tests.server.raw import key
@@ -44,9 +46,10 @@ class DirectoryModel(RuleBasedStateMachine):
         demote=st.sampled_from([True, True, False]),
         promote=st.booleans(),
         read_order=st.sampled_from([(), (1, 0)]),
+        policy=st.sampled_from([least_recently_used, reuse_policy]),
     )
-    def begin(self, share, counts, demote, promote, read_order) -> None:
-        order = {"promote": promote, "read_order": read_order}
+    def begin(self, share, counts, demote, promote, read_order, policy) -> None:
+        order = {"promote": promote, "read_order": read_order, "policy": policy}
         self.world = World.of(*counts, share=share, ahead=0.4, demote=demote, **order)
         self.longest = max(int(count * share) for count in counts) * GRANULE
         self.memory = [0] * sum(counts)

@@ -10,6 +10,7 @@ from maru_core.pool_format import State
 from maru_core.protocol.messages import Presence
 from maru_core.server import moves
 from maru_core.server.moves import MOVER, Move
+from maru_core.server.reuse import reuse_policy
 from maru_core.server.sessions import Session
 from tests.server.pure import GRANULE, World
 from tests.server.raw import key
@@ -195,6 +196,19 @@ def test_a_head_does_not_overtake_its_tail():
     assert not world.directory.finish_move(second, True), "its child is still in the upper pool"
     world.check()
     assert pools_of(world, keys(0, 4)) == [0] * 4
+
+
+def test_an_object_moves_to_where_another_namespace_gave_up():
+    world = World.of(4, 8, ahead=0.5, demote=True, policy=reuse_policy)
+    session, other = world.session(), world.session(b"other")
+    names = keys(0, 4)
+    for name in names:
+        world.store(session, [name])
+    for count in (1, 8):  # a short and a long request are of different kinds
+        _, entries, generations = world.directory.reserve(other, tuple(keys(8, count)), (), GRANULE)
+        world.directory.abort(other, entries, generations)
+    assert move_all(world) == 2
+    assert pools_of(world, names) == [1, 1, 0, 0]
 
 
 def test_a_child_that_comes_meanwhile_keeps_its_parent():

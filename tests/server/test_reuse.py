@@ -59,6 +59,13 @@ class Life(RuleBasedStateMachine):
         self.held.update(fresh)
 
     @rule(entries=ENTRIES)
+    def move_in(self, entries: list[int]) -> None:
+        fresh = [entry for entry in entries if entry not in self.held | self.parked]
+        self.policy.moved_in(fresh)
+        self.policy.add(fresh)
+        self.held.update(fresh)
+
+    @rule(entries=ENTRIES)
     def touch(self, entries: list[int]) -> None:
         entries = [entry for entry in entries if entry in self.held | self.parked]
         self.policy.touch(entries)
@@ -242,3 +249,12 @@ def test_what_an_evicted_object_continues_comes_before_what_is_worth_more():
         policy.unpark(entry)
         assert policy.pop(8) == [entry]
     assert policy.pop(2) == [10, 11]
+
+
+def test_what_comes_from_another_pool_is_not_what_was_there_before():
+    new_policy = reuse_policy(BASE, PLACES, lambda: 1.0)
+    policy, other = new_policy(), new_policy()
+    other.stored(chain(1, 3), [BASE, BASE + 1, BASE + 2], None)
+    policy.moved_in([BASE + 1])
+    policy.add([BASE + 1])
+    assert policy.pop(2) == [BASE + 1]
