@@ -161,9 +161,9 @@ class Room:
 
     def make_ahead(self) -> None:
         """Evict a few objects if little is free, for batches like the last one."""
-        if self._removal.frozen:
-            return
         length, count = self._ahead
+        if not count or self._removal.frozen:
+            return
         for arena in self._arenas[-1:] if self._demote else self._in_turn(self._arenas):
             pages = arena.pages_for(length)
             missing = self._missing(pages, count)

@@ -205,6 +205,7 @@ class DirectoryModel(RuleBasedStateMachine):
         """Nothing that is held or that somebody else precedes may go; ``everything_holds`` sees to that."""
         objects, evicted = self.world.directory.objects, self.world.directory.counters["evicted"]
         free = sum(arena.free.free for arena in objects.arenas)
+        self.world.directory.make_ahead()  # as for moves
         while self.world.directory.is_short():
             self.world.directory.make_ahead()
         gained = sum(arena.free.free for arena in objects.arenas) - free

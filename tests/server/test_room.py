@@ -32,6 +32,15 @@ def full(count: int, batch: int, chain: bool = True, length: int = GRANULE) -> W
     return world
 
 
+def test_nothing_is_made_ahead_where_nothing_is_missing():
+    """It is asked for all the same while objects move between pools."""
+    world = full(4, 4)
+    assert not world.directory.is_short()
+    world.directory.make_ahead()
+    assert len(world.ready()) == 4
+    world.check()
+
+
 @pytest.mark.slow
 def test_two_batches_are_kept_free():
     world = full(1000, 4)
