@@ -27,12 +27,12 @@ from tests.chaos import pool
 from tests.chaos.client import Plan
 from tests.chaos.server import MOVING, OPERATIONS, STARTING
 from tests.chaos.stamps import KEYS, SPACES, difference, key_of, namespace, verified
-from tests.chaos.tally import FATAL, totals
+from tests.chaos.tally import FATAL, counts_in, totals
 
 ROOT = Path(__file__).parents[2]
 #: Seconds within which a server must serve, and within which a client may find it again.
 _START = 15.0
-_BACK = 10.0
+_BACK = 20.0
 _EVENTS = ("client kills", "client stops", "server kills", "server stops", "resets", "warm starts", "found again")
 _EVENTS += ("checks", "quarantines seen", "torn headers")
 
@@ -346,18 +346,20 @@ class Chaos:
     def _stop_server(self) -> None:
         assert self._server is not None
         self.events["server stops"] += 1
-        before = self._counter("expired_sessions")
+        before = self._expired()
         self._server.send_signal(signal.SIGSTOP)
         time.sleep(self._scale.stop)
         self._server.send_signal(signal.SIGCONT)
         self._work(1.2)
-        expired = self._counter("expired_sessions") - before
+        expired = self._expired() - before
         # Clients that were killed shortly before may be found dead now; nobody else.
         if expired > self._scale.kills_per_round + 2:
             self.problems.append(f"{expired} sessions expired because the server was stopped")
 
-    def _counter(self, name: str) -> int:
-        return int(self._stats()["counters"][name])
+    def _expired(self) -> int:
+        """Sessions that ended by themselves so far; one that had not even attached holds nothing and opens another."""
+        log = (self._folder / "server.log").read_text()
+        return sum("session expired" in line and "attached=True" in line for line in log.splitlines())
 
     def _reset(self) -> None:
         observer = self._observers[self._chance.choice(SPACES)]
@@ -494,10 +496,21 @@ class Chaos:
         """Verified hits of all clients so far."""
         return totals(self._folder / "tallies")["hits"]
 
+    def _done_by(self, client: Process) -> int:
+        """What a client has counted so far that takes a server."""
+        counts = counts_in(self._folder / "tallies" / str(client.plan.number))
+        return sum(count for name, count in counts.items() if name not in ("away", "self_stops", "forks", "cancelled"))
+
     def finish(self) -> dict[str, int]:
         """Let every client close, and see that nothing is left; the sums of what all clients counted."""
+        self._work(0.5)
         # Who cannot prove its death has to say goodbye, and for that it must have found the last server.
-        self._work(2.0)
+        remote = next(client for client in self._clients if client.plan.remote)
+        before, deadline = self._done_by(remote), time.monotonic() + _BACK
+        while self._done_by(remote) == before:
+            if time.monotonic() > deadline:
+                raise ChaosError(f"client {remote.plan} does nothing with the last server for over {_BACK} s")
+            self._work(0.1)
         for client in self._clients:
             client.send(signal.SIGCONT)
             client.send(signal.SIGTERM)

@@ -61,7 +61,11 @@ def totals(folder: Path) -> dict[str, int]:
     """Sums over all files of a folder."""
     sums = dict.fromkeys(NAMES, 0)
     for path in folder.iterdir():
-        numbers = memoryview(path.read_bytes()).cast("Q")
-        for name, number in zip(NAMES, numbers, strict=False):
+        for name, number in counts_in(path).items():
             sums[name] += number
     return sums
+
+
+def counts_in(path: Path) -> dict[str, int]:
+    """What one process counted."""
+    return dict(zip(NAMES, memoryview(path.read_bytes()).cast("Q"), strict=False))
