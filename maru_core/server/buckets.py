@@ -67,7 +67,8 @@ class Places:
         self.base = base
         self.bucket = array("Q", bytes(8 * count))
         self.kind = array("H", bytes(2 * count))
-        #: Buckets with objects that are held or parked, by number; the highest number so far.
+        #: Buckets with objects that are held or parked, by number, and no others: they would outlive their namespace.
+        #: The highest number so far.
         self.buckets: dict[int, Bucket] = {}
         self.last = 0
         self.clock = clock
@@ -123,6 +124,7 @@ class Buckets:
             groups = [(number, list(part)) for number, part in pairs]
         for number, part in groups:
             bucket = self._bucket_at(kind_of(number, now), now)
+            self._places.buckets[bucket.number] = bucket
             code = 2 * bucket.number
             if place is not None:
                 column[place] = array("Q", [code]) * len(part)
@@ -174,7 +176,10 @@ class Buckets:
 
     def put_back(self, objects: Sequence[int]) -> None:
         """Victims that are the next ones again, in this order."""
+        if not objects:
+            return
         returned, column = self._returned, self._places.bucket
+        self._places.buckets[returned.number] = returned
         for at in reversed(objects):
             column[at] = 2 * returned.number
             returned.first.append(at)
@@ -216,8 +221,6 @@ class Buckets:
     def _bucket_at(self, kind: Kind, now: float) -> Bucket:
         bucket = self._open.get(kind)
         if bucket is None or now - bucket.time > self._span:
-            if bucket is not None and not bucket.alive and not bucket.parked:
-                self._places.buckets.pop(bucket.number, None)
             bucket = self._open[kind] = self._new(kind, now)
         self._list(bucket, now)
         return bucket
@@ -288,7 +291,7 @@ class Buckets:
 
     def _empty(self, bucket: Bucket) -> None:
         bucket.items, bucket.head, bucket.first = array("I"), 0, []
-        if not bucket.parked and bucket is not self._returned and self._open.get(bucket.kind) is not bucket:
+        if not bucket.parked:
             self._places.buckets.pop(bucket.number, None)
 
     def _clean(self, bucket: Bucket) -> None:
@@ -302,8 +305,7 @@ class Buckets:
     def _new(self, kind: Kind, now: float) -> Bucket:
         places = self._places
         places.last += 1
-        bucket = places.buckets[places.last] = Bucket(places.last, kind, now)
-        return bucket
+        return Bucket(places.last, kind, now)
 
     def _list(self, bucket: Bucket, now: float) -> None:
         """See to it that victims are looked for in ``bucket``."""

@@ -134,7 +134,10 @@ class Directory:
         self._reservations.give_back(session, entries)
 
     def resume_lease(self, session: Session, lease: int, entries: Sequence[int], generations: Sequence[int]) -> None:
-        """A recovered session still reads these, under ``lease``; those that are something else now are left out."""
+        """A recovered session still reads these, under ``lease``; those that are something else now are left out.
+
+        So are those of other namespaces. Raises ProtocolError for more than a session may lease at a time.
+        """
         self._postponed.settle()
         self._removal.withheld.claim(session.id, filter(self.objects.is_free, entries))
         self._leases.resume(session, lease, entries, generations)

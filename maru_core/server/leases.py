@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
+from maru_core.errors import ProtocolError
 from maru_core.protocol.messages import NO_ENTRY, Presence
 from maru_core.server.objects import READY, REPLICA, RESERVED, RETIRING, Objects, Postponed
 from maru_core.server.removal import Removal
@@ -110,13 +111,21 @@ class Leases:
 
     def resume(self, session: Session, lease: int, entries: Sequence[int], generations: Sequence[int]) -> None:
         """:meth:`Directory.resume_lease`."""
-        objects = self._objects
-        state, generation = objects.state, objects.generation
+        objects, mine = self._objects, session.namespace.number
+        state, generation, home = objects.state, objects.generation, objects.home
         held = [
             entry
             for entry, wanted in zip(entries, generations, strict=True)
-            if entry < objects.total and generation[entry] == wanted and state[entry] in (READY, RETIRING)
+            if entry < objects.total
+            and generation[entry] == wanted
+            and home[entry] == mine
+            and state[entry] in (READY, RETIRING)
         ]
+        cost = len(held) + (0 if lease in session.leases else LEASE_COST)
+        if session.lease_items + cost > self._most_items:
+            raise ProtocolError(
+                f"session {session.id} lists leases of more than {self._most_items} objects, which no session can have"
+            )
         if held:
             self._take(session, lease, array("I", held))
 

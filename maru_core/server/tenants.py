@@ -127,6 +127,8 @@ class Tenants:
         self._policies.pop(namespace, None)
         self._listed.pop(namespace, None)
         self._several = len(self._policies) > 1
+        if len(self._heap) > 2 * len(self._policies) + _LEAST_DECISIONS:
+            self._list_all()
 
     def _policy(self, namespace: int) -> EvictionPolicy:
         policy = self._policies.get(namespace)

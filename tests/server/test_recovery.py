@@ -16,10 +16,12 @@ import pytest
 from hypothesis import given, settings
 
 import maru_core.server
-from maru_core.errors import BackendError
+from maru_core.errors import BackendError, ProtocolError
 from maru_core.pool_format import HEADER_SIZE, Header, State, pack_header, unpack_header
 from maru_core.protocol.messages import Presence
+from maru_core.server.eviction import least_recently_used
 from maru_core.server.headers import HeaderTable, pairs_of
+from maru_core.server.reuse import reuse_policy
 from maru_core.server.sessions import Session
 from tests.budgets import examples
 from tests.server.pure import GRANULE, World
@@ -262,6 +264,42 @@ def test_what_became_something_else_is_not_held_again():
     again.check()
     assert set(mine.held) == {stored}
     assert again.directory.release(mine, 1, 10) == (True, True)
+
+
+@pytest.mark.parametrize("policy", [least_recently_used, reuse_policy])
+def test_nobody_goes_on_reading_what_is_in_another_namespace(policy):
+    world = World.of(8, policy=policy)
+    session, other = world.session(), world.session(b"other")
+    world.store(session, keys(0, 2))
+    world.store(other, keys(0, 4))
+    again = world.reborn()
+    mine, theirs = (again.sessions.get(each.id) for each in (session, other))
+    listed = [again.ready()[each.namespace.digest, key(0)] for each in (session, other)]
+    again.directory.resume_lease(mine, 1, *zip(*listed, strict=True))
+    again.check()
+    assert set(mine.held) == {listed[0][0]}
+    assert again.directory.release(mine, 1, 10) == (True, True)
+    while not again.directory.thaw(10):
+        pass
+    assert again.store(theirs, keys(20, 8)) == bytes(8), "what goes for it is of both"
+    again.check()
+
+
+def test_nobody_goes_on_with_more_leases_than_anybody_can_have(monkeypatch):
+    monkeypatch.setattr("maru_core.server.leases._LEASE_ITEMS", 16)
+    monkeypatch.setattr("maru_core.server.leases._LEASE_TIMES", 0)
+    world = World.of(8)
+    session = world.session()
+    world.store(session, keys(0, 8))
+    again = world.reborn()
+    mine = again.sessions.get(session.id)
+    entries = [again.ready()[session.namespace.digest, name][0] for name in keys(0, 8)]
+    for part in (entries[:4], entries[4:], entries[:4]):  # a lease may go on
+        again.directory.resume_lease(mine, 1, part, [1] * 4)
+    with pytest.raises(ProtocolError, match="16 objects"):
+        again.directory.resume_lease(mine, 2, entries[:1], [1])
+    again.check()
+    assert mine.lease_items == 16
 
 
 def test_nothing_is_freed_while_somebody_is_awaited():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from array import array
 from itertools import count
@@ -19,6 +20,7 @@ from maru_core.plugin import hookimpl
 from maru_core.pool_format import HEADER_SIZE, KEY_SIZE, NO_KEY
 from maru_core.protocol.messages import PoolDescriptor, Presence, ReserveStatus
 from maru_core.server.arena import Arena
+from maru_core.server.buckets import Bucket
 from maru_core.server.directory import Directory
 from maru_core.server.eviction import least_recently_used
 from maru_core.server.hazard import BINS, Kind
@@ -258,3 +260,24 @@ def test_what_comes_from_another_pool_is_not_what_was_there_before():
     policy.moved_in([BASE + 1])
     policy.add([BASE + 1])
     assert policy.pop(2) == [BASE + 1]
+
+
+def test_namespaces_that_come_and_go_leave_nothing_behind():
+    def parts() -> int:
+        gc.collect()
+        return sum(isinstance(each, (Bucket, Kind)) for each in gc.get_objects())
+
+    new_policy, before = reuse_policy(BASE, PLACES, lambda: 1.0), parts()
+    for number in range(5):
+        policy = new_policy()
+        for kind, first in enumerate((BASE, BASE + 8)):
+            entries = [*range(first, first + 1 + 2 * kind)]
+            policy.stored(chain(9 * number, len(entries)), entries, None)
+            policy.add(entries)
+            assert policy.pop(1)
+            policy.put_back(policy.pop(1))
+            for victim in policy.pop(1):
+                policy.park(victim)
+            policy.remove(entries)
+        del policy
+    assert parts() == before
