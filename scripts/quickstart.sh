@@ -2,6 +2,8 @@
 # Shows Maru at work, from nothing but Python and the package indexes: see docs/quickstart.md, or --help.
 # PYTHON chooses the interpreter; otherwise it is the first suitable one on the path.
 set -euo pipefail
+# An interrupt that comes when a child is about to end by itself would be lost otherwise.
+trap 'exit 130' INT
 here=$(cd "$(dirname "$0")" && pwd)
 
 suitable() {

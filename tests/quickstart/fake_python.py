@@ -79,7 +79,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _chat(self, words: Sequence[str]) -> None:
         cached = self._cached(words)
-        time.sleep(0.001 if cached and FAULT != "slow" and not others_poll() else 0.25)
+        # So much longer without a cache that a busy machine does not make up for it.
+        slow = FAULT == "slow" or others_poll()
+        time.sleep((0.25 if slow else 0.001) if cached else 1.0 if len(words) >= 256 else 0.1)
         if FAULT == "polls":
             Thread(target=poll_for_a_while).start()
         answer = words[-3:]

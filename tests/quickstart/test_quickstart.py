@@ -46,13 +46,13 @@ class Quickstart:
         self.report = folder / "report.json"
 
     def start(self, *options: str, **faults: str) -> subprocess.Popen[str]:
-        environment = os.environ | faults | {
+        environment = os.environ | {
             MARK: self.mark,
             "PYTHON": sys.executable,
             "PYTHONHASHSEED": "1",
             "FAKE_STATE": str(self.state),
             "MARU_CACHE": str(self.folder / "cache"),
-        }  # fmt: skip
+        } | faults  # fmt: skip
         command = [ROOT / "scripts/quickstart.sh", "--python", self.python, "--json", self.report, *options]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
@@ -186,6 +186,18 @@ def test_an_interrupt_at_any_moment_leaves_no_process_behind(quickstart: Quickst
     interrupt_group(process)
     process.communicate(timeout=30)
     assert process.returncode != 0
+    assert quickstart.left_behind() == []
+
+
+def test_an_interrupt_that_a_child_of_the_shell_does_not_hear_ends_it(quickstart: Quickstart, tmp_path: Path) -> None:
+    deaf = tmp_path / "deaf"
+    deaf.write_text(f"#!/bin/sh\ntrap '' INT\ntouch '{quickstart.state}/hangs'\nsleep 0.5\n")
+    deaf.chmod(0o755)
+    process = quickstart.start(PYTHON=str(deaf))
+    quickstart.wait_for("hangs")
+    interrupt_group(process)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
     assert quickstart.left_behind() == []
 
 
