@@ -93,7 +93,7 @@ class DeviceTransfer:
     def store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
         """Pages to objects."""
         self._layers.settle()
-        pieces = plan_pieces(self._paged, self._stored, block_ids, copies)
+        pieces = plan_pieces(self._paged, self._stored, block_ids, copies, reads_pages=True)
         refuse_read_only(copies)
         staging = self._stage()
         flat = staging.view(-1).view(torch.uint8)

@@ -90,7 +90,7 @@ class HostTransfer:
     def store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
         """Pages to objects."""
         self._layers.settle()
-        pieces = plan_pieces(self._paged, self._stored, block_ids, copies)
+        pieces = plan_pieces(self._paged, self._stored, block_ids, copies, reads_pages=True)
         refuse_read_only(copies)
         self._run(True, pieces, copies)
 

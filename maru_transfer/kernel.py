@@ -183,7 +183,13 @@ class KernelTransfer:
         try:
             held = self._device.export(_buffers(copies))
         except (BufferError, TypeError, ValueError) as error:  # not contiguous, no buffer, or released
-            plan_pieces(self._slicer.paged, self._slicer.stored, block_ids, copies)
+            plan_pieces(
+                self._slicer.paged,
+                self._slicer.stored,
+                block_ids,
+                copies,
+                reads_pages=direction == slices.STORE,
+            )
             raise TransferError(f"a buffer cannot be used: {error}") from error
         try:
             slices.writable(direction, copies, readonly=held.readonly)

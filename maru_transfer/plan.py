@@ -77,13 +77,21 @@ def refuse_read_only(copies: Sequence[ChunkCopy]) -> None:
 
 
 def plan_pieces(
-    paged: PagedLayout, stored: ObjectLayout, block_ids: Sequence[int], copies: Sequence[ChunkCopy]
+    paged: PagedLayout,
+    stored: ObjectLayout,
+    block_ids: Sequence[int],
+    copies: Sequence[ChunkCopy],
+    *,
+    reads_pages: bool = False,
 ) -> list[Piece]:
     """Split copies into pieces, in order of copies and tokens.
 
+    ``reads_pages``: the blocks are read, not written. Then one may stand at several places: what requests that share
+    blocks store is moved together.
+
     Raises TransferError, naming the culprit, when layouts disagree, tokens lie outside of the copy's chunk, its layer
-    is none that an object can hold, the block table is too short, names a block that does not exist or one block for
-    two places, or a buffer has another size.
+    is none that an object can hold, the block table is too short, names a block that does not exist or one to write
+    for two places, or a buffer has another size.
     """
     problem = mismatch(paged, stored)
     if problem:
@@ -100,7 +108,7 @@ def plan_pieces(
         while position < copy.last:
             place, slot = divmod(position, size)
             block = _block(paged, block_ids, place, number, copy)
-            if places.setdefault(block, place) != place:
+            if not reads_pages and places.setdefault(block, place) != place:
                 raise TransferError(
                     f"block {block} stands at places {places[block]} and {place} of the block table;"
                     " one block cannot hold two stretches of a request"

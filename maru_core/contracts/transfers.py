@@ -25,6 +25,8 @@ class Transfer(Protocol):
     def store(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
         """Pages to objects, ordered after everything queued on the calling thread's device stream.
 
+        A block may stand at several places of ``block_ids``: requests that share blocks are stored together.
+
         Returns when all bytes are in ``buffer``. Raises TransferError and leaves the buffers undefined.
         """
 

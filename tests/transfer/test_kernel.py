@@ -445,6 +445,12 @@ class Span:
     pinned: bool
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_chunks_of_requests_that_share_a_block_are_stored_together(driver, way):
+    case = Case(SIZE, 8, [3, 2, 3, 1], [(0, 0, 8), (1, 8, 16)])
+    check_store(opener(driver, way), "planes-first NHD", case, wrap(way))
+
+
 @pytest.mark.parametrize(
     ("table", "part", "culprit"),
     [

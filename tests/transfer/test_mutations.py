@@ -64,10 +64,10 @@ PIECES: dict[str, tuple[Callable[[int, Piece, Sequence[Piece]], Piece], Case]] =
 
 
 def wrong_pieces(mistake: Callable[[int, Piece, Sequence[Piece]], Piece]) -> Callable[..., list[Piece]]:
-    def plan_pieces(paged: PagedLayout, stored: ObjectLayout, block_ids: Any, copies: Any) -> list[Piece]:
+    def plan_pieces(paged: PagedLayout, stored: ObjectLayout, block_ids: Any, copies: Any, **how: Any) -> list[Piece]:
         found = []
         for number in range(len(copies)):
-            pieces = [p for p in plan.plan_pieces(paged, stored, block_ids, copies) if p.copy == number]
+            pieces = [p for p in plan.plan_pieces(paged, stored, block_ids, copies, **how) if p.copy == number]
             found += [mistake(index, piece, pieces) for index, piece in enumerate(pieces)]
         return found
 

@@ -160,6 +160,14 @@ def test_what_cannot_be_planned_is_refused_by_name(arguments, culprit):
         plan_one(**arguments)
 
 
+def test_a_block_that_is_read_may_stand_at_several_places():
+    engine = Engine.make("packed per head", SIZE, None)
+    stored = engine.stored(8)
+    copies = [ChunkCopy(c, c * 8, c * 8 + 8, memoryview(bytearray(stored.nbytes))) for c in range(2)]
+    pieces = plan_pieces(engine.paged, stored, [1, 4, 1, 3], copies, reads_pages=True)
+    assert [(piece.copy, piece.block) for piece in pieces] == [(0, 1), (0, 4), (1, 1), (1, 3)]
+
+
 def test_a_released_buffer_is_refused():
     buffer = memoryview(bytearray(384))
     buffer.release()

@@ -193,8 +193,8 @@ def test_a_slice_that_holds_no_token_is_refused():
 
 
 @settings(max_examples=300, deadline=None)
-@given(case=cases(), data=st.data())
-def test_what_is_refused_is_what_the_plan_refuses(case: Case, data):
+@given(case=cases(), data=st.data(), direction=st.sampled_from([LOAD, STORE]))
+def test_what_is_refused_is_what_the_plan_refuses(case: Case, data, direction: int):
     """One change of a sound request: both refuse it in the same words, or neither does."""
     size: Size = case.size
     engine = Engine.make("packed per head", size, None)
@@ -212,9 +212,9 @@ def test_what_is_refused_is_what_the_plan_refuses(case: Case, data):
     copies = [ChunkCopy(*part, memoryview(bytearray(stored.nbytes)), layer) for part in parts]
     refusals = []
     for attempt in (
-        lambda: plan_pieces(engine.paged, stored, table, copies),
+        lambda: plan_pieces(engine.paged, stored, table, copies, reads_pages=direction == STORE),
         lambda: Slicer(engine.paged, stored, Limits(1 << 20, NEVER, -1)).job(
-            LOAD, table, copies, [STEP] * len(copies), locked
+            direction, table, copies, [STEP] * len(copies), locked
         ),
     ):
         try:

@@ -160,6 +160,13 @@ def test_many_threads_share_one_transfer_without_a_gap(open_, name):
         check_load(open_, name, case)
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_chunks_of_requests_that_share_a_block_are_stored_together(open_, name):
+    check_store(open_, name, Case(SIZE, 8, [6, 2, 6, 3], [(0, 0, 8), (1, 8, 16)]))
+    by_layer = [(0, 0, 8), (1, 8, 16)] * 3
+    check_store(open_, name, Case(SIZE, 8, [6, 2, 6, 3], by_layer, [0, 0, 1, 1, 2, 2]))
+
+
 @pytest.mark.parametrize("name", sorted(FORMS.keys() - {"MLA"}))
 def test_an_object_stored_by_one_layout_loads_into_every_other(open_, name):
     """Bytes do not depend on the engine that wrote them: HND and NHD, unlike block sizes, packed and apart."""

@@ -120,6 +120,20 @@ def test_prompts_share_their_common_prefix(engine_on: EngineOn) -> None:
     assert engine.external["b"] == 64
 
 
+@pytest.mark.parametrize("extra", [{}, LAYERWISE], ids=["chunkwise", "layerwise"])
+def test_prompts_that_part_within_a_chunk_are_stored_in_one_step(engine_on: EngineOn, extra: dict[str, Any]) -> None:
+    """vLLM lets requests of one step share blocks, so two chunks of one store begin with the same block."""
+    store, first = FakeStore(), prompt(64)
+    second = first[:48] + prompt(16, seed=5)
+    engine = engine_on(store, extra=extra)
+    engine.add("a", first, max_tokens=1)
+    engine.add("b", second, max_tokens=1)
+    engine.run()
+    assert engine.answers["b"] == reference(second, 1)
+    for tokens in (first, second):
+        assert check_store(store, [tokens], lambda t: keys_of(engine, t)) == 2
+
+
 @pytest.mark.parametrize("local_blocks", [0, 1, 2, 3, 5])
 def test_a_load_never_touches_local_blocks(engine_on: EngineOn, local_blocks: int) -> None:
     """R007: with a local hit that ends inside a stored chunk only the slots behind it are written."""
