@@ -46,7 +46,7 @@ _CLAIMS: Final = ("active", "failed")
 _BACKEND_METHODS: Final = ("plan_pools", "create_pool", "adopt_pool", "map_region")
 _ENGINE_METHODS: Final = ("is_available", "import_error", "unsupported", "open")
 _POLICY_METHODS: Final = (
-    *("add", "touch", "remove", "pop", "put_back", "park", "unpark", "coldest"),
+    *("add", "moved_in", "touch", "remove", "pop", "put_back", "park", "unpark", "coldest"),
     *("looked_up", "worth_of", "stored"),
 )
 
@@ -179,7 +179,12 @@ class PluginHost:
                 raise ConfigError(f"{text}: {show(error)}") from error
             return made
 
-        return make
+        if provider.built_in:
+            return make
+        # Only here: a process that is no server needs nothing of one.
+        from maru_core.server.distrust import distrusted
+
+        return distrusted(name, make)
 
     def session_opened(self, name: str, role: str) -> None:
         """See :func:`maru_core.hookspecs.maru_session_opened`."""

@@ -95,17 +95,27 @@ class Room:
             count -= self._take(arena, length, count, runs, self._spares_crumbs(arena, count))
             if not count:
                 return runs, over_quota
-        for arena in () if self._removal.frozen else self._in_turn(arenas):
-            pages = arena.pages_for(length)
-            evicted: list[int] = []
-            price = worth(arena)
-            while count and self._clearing.make_room(arena, pages, count, evicted, price):
-                taken = self._take(arena, length, count, runs, self._spares_crumbs(arena, count))
-                count -= taken or self._take(arena, length, count, runs, False)
-            if count:
-                count -= self._take(arena, length, count, runs, False)
-            self._removal.mark_free(arena, evicted, [run for run in runs if run[0] is arena])
+        before = 0
+        # What went from one pool may have been all that kept its parents in another: those may go in the next round.
+        while count and count != before and not self._removal.frozen:
+            before = count
+            for arena in self._in_turn(arenas):
+                count -= self._replace(arena, length, count, runs, worth(arena))
+            if len(arenas) == 1:
+                break
         return runs, over_quota
+
+    def _replace(self, arena: Arena, length: int, wanted: int, runs: list[Run], price: int | None) -> int:
+        """Take room for at most ``wanted`` objects, evicting what is worth less than ``price``. For how many."""
+        pages, count = arena.pages_for(length), wanted
+        evicted: list[int] = []
+        while count and self._clearing.make_room(arena, pages, count, evicted, price):
+            taken = self._take(arena, length, count, runs, self._spares_crumbs(arena, count))
+            count -= taken or self._take(arena, length, count, runs, False)
+        if count:
+            count -= self._take(arena, length, count, runs, False)
+        self._removal.mark_free(arena, evicted, [run for run in runs if run[0] is arena])
+        return wanted - count
 
     def take_below(self, arena: Arena, length: int) -> tuple[Run | None, bool]:
         """Room for one object of ``length`` bytes in a pool after ``arena``, evicting from the last one if need be.

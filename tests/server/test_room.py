@@ -180,3 +180,18 @@ def test_a_server_makes_room_when_it_is_idle(start_server, connect):
     pool = client.stats()["pools"][0]
     ahead = pool["capacity"] // pool["granule"] // 100 * pool["granule"]
     eventually(lambda: client.stats()["pools"][0]["free"] == ahead)
+
+
+@pytest.mark.parametrize("demote", [False, True])
+def test_room_is_made_where_only_the_children_in_another_pool_were_in_the_way(demote):
+    world = World.of(6, 6, demote=demote)
+    session = world.session()
+    heads, tails = [key(number) for number in range(6)], [key(number) for number in range(6, 12)]
+    world.store(session, heads)
+    world.store(session, tails, parents=tuple(heads))
+    if demote:  # it evicts from the last pool first, so heads are to be there
+        world.directory.delete(session, heads)
+        world.store(session, heads, parents=tuple(tails))
+    world.check()
+    assert world.store(session, [key(number) for number in range(20, 32)]) == bytes(12)
+    world.check()
