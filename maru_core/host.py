@@ -157,10 +157,11 @@ class PluginHost:
         with self._lock:
             return dict(self._policies)
 
-    def policy(self, name: str) -> PolicyFactory:
+    def policy(self, name: str, guard: Callable[[str, PolicyFactory], PolicyFactory] | None = None) -> PolicyFactory:
         """What makes the eviction policy ``name``; raises ConfigError with the nearest of the known names.
 
-        The result raises ConfigError when the plugin's factory fails.
+        The result raises ConfigError when the plugin's factory fails. ``guard``: what to put around a policy that does
+        not come with Maru; it is given the name as well.
         """
         with self._lock:
             if name not in self._policies:
@@ -179,12 +180,7 @@ class PluginHost:
                 raise ConfigError(f"{text}: {show(error)}") from error
             return made
 
-        if provider.built_in:
-            return make
-        # Only here: a process that is no server needs nothing of one.
-        from maru_core.server.distrust import distrusted
-
-        return distrusted(name, make)
+        return make if provider.built_in or guard is None else guard(name, make)
 
     def session_opened(self, name: str, role: str) -> None:
         """See :func:`maru_core.hookspecs.maru_session_opened`."""

@@ -18,6 +18,7 @@ from maru_core.host import PluginHost
 from maru_core.pools import pool_wish
 from maru_core.pools import read_order as read_order_of
 from maru_core.runtime_dir import AlreadyRunning
+from maru_core.server.distrust import distrusted
 from maru_core.server.service import ServerSettings, run_server
 from maru_core.sizes import parse_size
 
@@ -128,7 +129,7 @@ def serve(
                 runtime_dir=config.runtime_path,
                 idle_exit=idle or None,
                 lease_share=config.lease_share,
-                eviction_policy=host.policy(config.eviction_policy),
+                eviction_policy=host.policy(config.eviction_policy, guard=distrusted),
                 keep_pools=keep_pools,
                 dma_grace=config.dma_grace,
                 namespace_quota=quota,

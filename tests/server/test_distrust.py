@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 
+from maru_core.cli import main
 from maru_core.contracts import NewPolicy, PolicyFactory, PolicyProvision
 from maru_core.errors import ConfigError
 from maru_core.host import PluginHost
@@ -17,6 +20,7 @@ from maru_core.plugin import hookimpl
 from maru_core.protocol.messages import Presence
 from maru_core.server.distrust import distrusted
 from maru_core.server.eviction import least_recently_used
+from maru_core.server.service import ServerSettings
 from tests.budgets import examples
 from tests.server.pure import GRANULE, World
 from tests.server.raw import key
@@ -175,7 +179,7 @@ def test_it_may_not_give_more_than_it_is_asked_for():
     assert world.store(session, keys(20, 15)) == bytes(15), "some victim was lost"
 
 
-def test_a_plugins_policy_is_not_trusted_and_must_know_what_it_is_told():
+def test_a_plugins_policy_is_not_trusted_and_must_know_what_it_is_told(monkeypatch, runtime_dir):
     def old(base: int, count: int, clock: Callable[[], float]) -> NewPolicy:
         new = least_recently_used(base, count, clock)
 
@@ -192,6 +196,14 @@ def test_a_plugins_policy_is_not_trusted_and_must_know_what_it_is_told():
             return [PolicyProvision("acme", least_recently_used), PolicyProvision("old", old)]
 
     host = PluginHost.with_plugins({"acme": Plugin()}, built_ins=True, strict=True)
-    assert type(host.policy("acme")(0, 4, lambda: 0.0)()).__name__ == "DistrustedPolicy"
+    monkeypatch.setattr(PluginHost, "discover", lambda settings: host)
+    served: list[ServerSettings] = []
+    command = importlib.import_module("maru_core.cli.serve")  # the package has the command under that name
+    monkeypatch.setattr(command, "run_server", lambda settings, backends: served.append(settings))
+    for name in ("acme", "lru"):
+        options = ["--runtime-dir", str(runtime_dir), "--pool-size", "1M", "--eviction-policy", name]
+        assert CliRunner().invoke(main, ["serve", *options]).exit_code == 0
+    kinds = [type(each.eviction_policy(0, 4, lambda: 0.0)()).__name__ for each in served]
+    assert kinds == ["DistrustedPolicy", "LeastRecentlyUsed"]
     with pytest.raises(ConfigError, match="lacks moved_in"):
         host.policy("old")(0, 4, lambda: 0.0)
