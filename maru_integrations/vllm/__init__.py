@@ -15,7 +15,9 @@ __all__ = ["MaruKVConnector"]
 
 def __getattr__(name: str) -> Any:
     if name == "MaruKVConnector":
+        from maru_integrations.vllm.compat import register_by_name
         from maru_integrations.vllm.connector import MaruKVConnector
 
+        register_by_name(name, __name__)
         return MaruKVConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,6 +6,7 @@ Versions are told apart by what is there, not by version strings.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from attrs import frozen
@@ -23,6 +24,18 @@ class KVGeometry:
     element_size: int
     dtype: str
     cache_dtype: str
+
+
+def register_by_name(name: str, module: str) -> None:
+    """Let vLLM find the connector by its name alone, too, unless it does already.
+
+    A connector with a module path works without, but its figures do not when it is one of several: MultiConnector looks
+    every one up by name to build them again in the front end, which ends when one is not found, and the engine with it.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    with suppress(ValueError):  # registered
+        KVConnectorFactory.register_connector(name, module, name)
 
 
 def parks_hits(vllm_config: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,12 @@ pytest.importorskip("vllm")
 
 import msgspec
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
+from vllm.v1.metrics.stats import SchedulerStats
 
+import maru_integrations.vllm
 from maru_integrations.vllm.connector import MaruKVConnector
 from maru_integrations.vllm.stats import COUNTERS, GAUGES, MaruPromMetrics, MaruStats
 
@@ -40,6 +46,22 @@ def test_they_cross_processes() -> None:
     assert again is not None
     assert again.reduce() == some().reduce()
     assert MaruKVConnector.build_kv_connector_stats().is_empty()  # type: ignore[union-attr]
+
+
+def test_they_cross_processes_as_one_of_several_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MultiConnector finds the class by its name alone; what it does not find ends the engine."""
+    monkeypatch.delitem(KVConnectorFactory._registry, "MaruKVConnector", raising=False)
+    maru_integrations.vllm.MaruKVConnector  # noqa: B018 - as vLLM asks for it, by module path
+    sent = SchedulerStats(kv_connector_stats=sent_by_several(MultiKVConnectorStats({"MaruKVConnector": some()})))
+    data = msgspec.msgpack.decode(msgspec.msgpack.encode(sent))["kv_connector_stats"]
+    again = MultiConnector.build_kv_connector_stats(data)
+    assert again is not None
+    assert again.reduce() == {"MaruKVConnector": some().reduce()}
+
+
+def sent_by_several(stats: KVConnectorStats) -> dict[str, Any]:
+    """As vLLM's scheduler does; some versions send what ``data`` holds as it is."""
+    return stats.to_dict() if hasattr(stats, "to_dict") else stats.data
 
 
 def test_prometheus_shows_what_is_known() -> None:
