@@ -122,14 +122,14 @@ class Directory:
     def unlisted(self, session: Session, entries: Sequence[int], generations: Sequence[int]) -> Iterator[list[int]]:
         """First entries of what ``session`` has reserved and does not list, after each slice of work some of them.
 
-        The session may take and free nothing before that is over.
+        The session may take and free nothing before that is over. A reset in between may name entries twice.
         """
         self._postponed.settle()
         self._removal.withheld.claim(session.id, filter(self.objects.is_free, entries))
         return self._reservations.unlisted(session, entries, generations)
 
     def give_back(self, session: Session, entries: Sequence[int]) -> None:
-        """Free those of ``entries`` that ``session`` has reserved."""
+        """Free those of ``entries`` that ``session`` has reserved; each once, however often it is named."""
         self._postponed.settle()
         self._reservations.give_back(session, entries)
 

@@ -304,12 +304,13 @@ class Reservations:
         mine = chain(session.reserved, session.doomed)
         while taken := list(islice(mine, SLICE)):
             listed = kept.intersection(taken)
-            # A reset meanwhile may show an entry twice.
+            # A reset meanwhile shows entries twice, in one slice or in two.
             yield [entry for entry in dict.fromkeys(taken) if entry not in listed]
 
     def give_back(self, session: Session, entries: Sequence[int]) -> None:
         """:meth:`Directory.give_back`."""
-        self._free(session, [entry for entry in entries if entry in session.reserved or entry in session.doomed])
+        mine = dict.fromkeys(entries)
+        self._free(session, [entry for entry in mine if entry in session.reserved or entry in session.doomed])
 
     def drop(self, session: Session, limit: int) -> bool:
         """Free at most ``limit`` reservations of a closed session; whether it had any."""

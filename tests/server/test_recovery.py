@@ -266,6 +266,26 @@ def test_what_became_something_else_is_not_held_again():
     assert again.directory.release(mine, 1, 10) == (True, True)
 
 
+@pytest.mark.parametrize("after", range(5))
+def test_a_reset_while_a_session_says_what_it_uses_frees_nothing_twice(after, monkeypatch):
+    """It shows reservations among those that may be committed, and then among those that may not."""
+    monkeypatch.setattr("maru_core.server.reservations.SLICE", 1)
+    world = World.of(8)
+    session = world.session()
+    _, entries, generations = world.directory.reserve(session, tuple(keys(0, 3)), (), GRANULE)
+    again = world.reborn()
+    mine, directory = again.sessions.get(session.id), again.directory
+    lost = []
+    for at, some in enumerate(directory.unlisted(mine, entries[:1], generations[:1])):
+        if at == after:
+            directory.reset(mine.namespace, 0)
+        lost += some
+    directory.give_back(mine, lost)
+    again.check()
+    assert {*mine.reserved, *mine.doomed} == {entries[0]}
+    assert (directory.arenas[0].reserved, directory.arenas[0].free.free) == (1, 7)
+
+
 @pytest.mark.parametrize("policy", [least_recently_used, reuse_policy])
 def test_nobody_goes_on_reading_what_is_in_another_namespace(policy):
     world = World.of(8, policy=policy)
