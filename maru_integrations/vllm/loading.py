@@ -60,9 +60,10 @@ class Loads:
 
     def of(self, request_id: str) -> Outstanding | None:
         """The load of a request that has no answer yet. A request has one at most."""
-        return next(
-            (load for load in self._outstanding.values() if load.request_id == request_id and not load.disowned), None
-        )
+        for load in self._outstanding.values():
+            if load.request_id == request_id and not load.disowned:
+                return load
+        return None
 
     def disown(self, request_ids: Iterable[str]) -> list[str]:
         """These have lost their blocks; those of them with a load into those that has to be stopped.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from attrs import define, frozen
 
 from maru_core.errors import MaruError
 from maru_integrations.vllm.breaker import Breaker
 from maru_integrations.vllm.loading import Loads, Outstanding
-from maru_integrations.vllm.metadata import LoadOp, StoreOp
+from maru_integrations.vllm.metadata import ERROR, LoadOp, StoreOp, StoreResult
+from maru_integrations.vllm.quarantine import Quarantine
 from maru_integrations.vllm.requests import RequestState
 from maru_integrations.vllm.storing import Stores
 
@@ -87,19 +90,46 @@ def plan_failure(settings: SchedulerSettings, load_id: int, request_id: str, tab
     )
 
 
-@define
+@define(eq=False)
 class StorePlanner:
-    """Picks the chunks of a request that are handed over in a step. Each once, in whatever steps they fill."""
+    """Picks the chunks that are handed over in a step. Each of a request once, in whatever steps they fill."""
 
+    settings: SchedulerSettings
     breaker: Breaker
     loads: Loads
     stores: Stores
+    quarantine: Quarantine
 
-    def plan(self, settings: SchedulerSettings, state: RequestState, end: int) -> StoreOp | None:
+    def plan_step(self, scheduled: Iterable[tuple[RequestState, int, int]], *, may_store: bool) -> list[StoreOp]:
+        """The stores of a step; taints who reads bad blocks in it.
+
+        ``scheduled``: each request of the step with its tokens that were computed before and in this step.
+        """
+        ops: list[StoreOp] = []
+        bad = self.quarantine.bad
+        try:
+            for state, computed, count in scheduled:
+                end = computed + count
+                index = bad.first_in(state.blocks, end) if bad.written else None
+                if index is not None:
+                    self.quarantine.taint(state, index)
+                # A block fills on a step that allocates nothing, too.
+                op = self.plan(state, end) if may_store else None
+                if op is not None:
+                    ops.append(op)
+        except BaseException:
+            # None of them reaches a worker, so none would ever be answered.
+            for op in ops:
+                self.stores.ended(StoreResult(op.store_id, 0, ERROR))
+            raise
+        return ops
+
+    def plan(self, state: RequestState, end: int) -> StoreOp | None:
         """Chunks of the first ``end`` tokens, which will be computed when the step has run, that were not planned."""
+        settings = self.settings
         if end // settings.chunk_tokens <= state.next_chunk:
             return None  # as in nearly every step that decodes
-        if not settings.stores or state.chain is None or state.tainted or not self._is_time(settings, state, end):
+        if not settings.stores or state.chain is None or state.tainted or not self._is_time(state, end):
             return None
         chunk_tokens, block_size = settings.chunk_tokens, settings.block_size
         complete = min(end, state.request.num_tokens) // chunk_tokens
@@ -138,8 +168,9 @@ class StorePlanner:
             self.stores.begin(op, [state.chain.keys[chunk] for chunk in chunks])
         return op
 
-    def _is_time(self, settings: SchedulerSettings, state: RequestState, end: int) -> bool:
+    def _is_time(self, state: RequestState, end: int) -> bool:
         """Whether chunks are handed over in this step; otherwise in a later one."""
+        settings = self.settings
         if self.breaker.is_open:
             # A server that is late would be waited for by the step.
             return False

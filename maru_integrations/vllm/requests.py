@@ -1,14 +1,15 @@
-"""What the scheduler side remembers of one request. No I/O."""
+"""The live requests, and what the scheduler side remembers of each. No I/O but for a warning."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from attrs import define, field
 
+from maru_core import logs
 from maru_core.client import Lease
 from maru_core.keys import KeyChain
+from maru_integrations.vllm import support
 from maru_integrations.vllm.questions import Question
 from maru_integrations.vllm.waits import Wait
 
@@ -87,54 +88,33 @@ class RequestState:
         self.outdated = False
 
 
-@define
-class BadBlocks:
-    """Blocks whose load failed, and those computed on them, until a forward pass has written all their slots again.
+@define(eq=False)
+class LiveRequests:
+    """Every request by id, from when it is first heard of until its end. ``root``: what all keys begin with.
 
-    Invariant: nothing that was computed on a block in here is ever stored. ``written`` counts, per block, the slots
-    from its first that have been recomputed.
+    ``chunk_tokens`` and ``objects_per_chunk`` as in KeyChain.
     """
 
-    block_size: int
-    written: dict[int, int] = field(factory=dict)
+    root: bytes
+    chunk_tokens: int
+    objects_per_chunk: int = 1
+    states: dict[str, RequestState] = field(factory=dict, init=False)
+    #: Reasons for which requests are not cached, each of which is told once.
+    _told: set[str] = field(factory=set, init=False)
+    _log: logs.Log = field(factory=lambda: logs.get_logger(__name__), init=False)
 
-    def add(self, blocks: set[int]) -> None:
-        """These blocks hold undefined KV from now on."""
-        self.written.update(dict.fromkeys(blocks, 0))
+    def of(self, request: Any) -> RequestState:
+        """The state of a request, which is heard of by now."""
+        state = self.states.get(request.request_id)
+        if state is None:
+            state = self.states[request.request_id] = RequestState(request, self._chain(request))
+        return state
 
-    def spread(self, blocks: Sequence[int]) -> None:
-        """These come behind a bad one in a table. What has been written again of one that was bad before counts."""
-        for block in blocks:
-            self.written.setdefault(block, 0)
-
-    def overwrite(self, blocks: list[int], first: int, last: int) -> None:
-        """Slots of tokens ``[first, last)`` of a request with table ``blocks`` get written in this step."""
-        if not self.written:
-            return
-        for index in range(first // self.block_size, -(-last // self.block_size)):
-            block = blocks[index] if index < len(blocks) else 0
-            done = self.written.get(block)
-            start = max(0, first - index * self.block_size)
-            if done is None or start > done:
-                continue
-            done = max(done, min(self.block_size, last - index * self.block_size))
-            if done >= self.block_size:
-                del self.written[block]
-            else:
-                self.written[block] = done
-
-    def first_in(self, blocks: list[int], tokens: int | None = None) -> int | None:
-        """Index of the first bad block of a table, among its first ``tokens`` tokens; ``None`` when all are good.
-
-        A block that is half written again is good for a request that attends to that half only.
-        """
-        if not self.written:
-            return None
-        end = len(blocks) * self.block_size if tokens is None else tokens
-        for index, block in enumerate(blocks):
-            needed = min(self.block_size, end - index * self.block_size)
-            if needed <= 0:
-                break
-            if self.written.get(block, needed) < needed:
-                return index
+    def _chain(self, request: Any) -> KeyChain | None:
+        reason = support.refused_request(request)
+        if reason is None:
+            return KeyChain(self.root, self.chunk_tokens, support.salt_of(request), self.objects_per_chunk)
+        if reason not in self._told:
+            self._told.add(reason)
+            self._log.warning("maru.request_not_cached", reason=reason)
         return None

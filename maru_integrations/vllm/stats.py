@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from attrs import define, field
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 #: What is counted, and its text. Names may end with ``.reason``.
@@ -62,6 +63,30 @@ class MaruStats(KVConnectorStats):
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
         return not self.data["counters"] and not self.data["gauges"]
+
+
+@define
+class Report:
+    """What there is to tell since it was last told: what was counted, and of what is as it is now what has changed."""
+
+    stats: MaruStats
+    #: Values that were told last, in the order of GAUGES.
+    _told: tuple[int, ...] | None = field(default=None, init=False)
+
+    def take(self, values: tuple[int, ...]) -> MaruStats | None:
+        """``values`` of all GAUGES, in their order; ``None``: there is nothing to tell."""
+        before = self._told
+        if values == before and self.stats.is_empty():
+            return None
+        self._told = values
+        changed = {
+            name: value
+            for number, (name, value) in enumerate(zip(GAUGES, values, strict=True))
+            if before is None or before[number] != value
+        }
+        told = MaruStats({"counters": self.stats.data["counters"], "gauges": changed})
+        self.stats.reset()
+        return told
 
 
 class MaruPromMetrics(KVConnectorPromMetrics):

@@ -19,14 +19,6 @@ def prompt(length: int, seed: int) -> list[int]:
     return tiny.prompt(length, seed)
 
 
-def with_settings(tiny: Tiny, **changes: Any) -> Any:
-    """Other settings of the scheduler side, for a while."""
-    from attrs import evolve
-
-    side = tiny.side._scheduler
-    return tiny.patched(side, "_settings", lambda settings: evolve(settings, **changes))
-
-
 def hit(tiny: Tiny, prompts: list[list[int]]) -> dict[str, Any]:
     """All prompts at once; how many were released early, and whether their pages hold what was stored."""
     worker = tiny.worker._worker
@@ -85,13 +77,13 @@ def threads(tiny: Tiny) -> dict[str, Any]:
     out["cold"] = tiny.learn(*prompts)
     out["stored"] = [tiny.stored(ids, 4) for ids in prompts]
     later = [tiny.objects(ids) for ids in prompts]
-    with with_settings(tiny, overlap=False):
+    with tiny.settings(overlap=False):
         out["parked"] = hit(tiny, prompts)
     out["overlapped"] = hit(tiny, prompts)
     tiny.quiet()
     tiny.forget()
     tiny.side.reset_cache()
-    with with_settings(tiny, stores_later=False, loads=False):
+    with tiny.settings(stores_later=False, loads=False):
         again = [tiny.answer(ids) for ids in prompts]
     out["again"] = again
     out["same_bytes"] = later == [tiny.objects(ids) for ids in prompts]
@@ -146,7 +138,7 @@ def torn_block(tiny: Tiny) -> dict[str, Any]:
     ids = prompt(300, 350)
     (cold,) = tiny.learn(ids)
     tiny.forget()
-    with with_settings(tiny, loads=False):
+    with tiny.settings(loads=False):
         tiny.answer(ids[:230], tokens=1)
     tiny.quiet()
     counts = tiny.failed_loads, tiny.hits
@@ -186,7 +178,7 @@ def stalled_store(tiny: Tiny) -> dict[str, Any]:
     with tiny.patched(tiny.worker._worker._link.handler, "reserve", gated):
         tiny.answer(ids)
         held = 39 - tiny.free_blocks()
-        with with_settings(tiny, stores=False):
+        with tiny.settings(stores=False):
             for seed in (361, 362):
                 tiny.answer(prompt(890, seed))
         gate.set()

@@ -19,6 +19,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.vllm.steps import change_settings
+
 BLOCK = 32
 CHUNK = 64
 VOCAB = 512
@@ -211,7 +213,20 @@ class Tiny:
 
     def always_loading(self) -> AbstractContextManager[None]:
         """Load every hit, even if computing it is expected to be quicker."""
-        return self.patched(self.side._scheduler, "_is_worth_it", lambda judge: lambda state: True)
+        return self.patched(
+            type(self.side._scheduler._promises), "_is_worth_it", lambda judge: lambda promises, state: True
+        )
+
+    @contextmanager
+    def settings(self, **changes: Any) -> Iterator[None]:
+        """Other settings of the scheduler side, for a while."""
+        side = self.side._scheduler
+        former = {name: getattr(side._promises.settings, name) for name in changes}
+        change_settings(side, **changes)
+        try:
+            yield
+        finally:
+            change_settings(side, **former)
 
     def torn(self) -> AbstractContextManager[None]:
         """Pages that a load did not fill hold garbage, as they do after a copy that was stopped in the middle."""
@@ -409,27 +424,20 @@ def aborted_load(tiny: Tiny) -> dict[str, Any]:
 
 def parked(tiny: Tiny) -> dict[str, Any]:
     """Hits that are parked and loaded between steps, as under asynchronous scheduling; with and without failure."""
-    from attrs import evolve
-
     from maru_core.client import Located
 
-    side = tiny.side._scheduler
-    saved = side._settings
-    side._settings = evolve(saved, parks=True)
-    try:
+    with tiny.settings(parks=True):
         prompts = [prompt(300, 70 + seed) for seed in range(3)]
         cold = tiny.learn(*prompts)
         warm = tiny.warm(*prompts)
         with tiny.torn(), tiny.patched(Located, "check", lambda check: lambda located: [False] * len(located.entries)):
             failed = tiny.warm(*prompts)
-    finally:
-        side._settings = saved
     return {
         "cold": cold,
         "warm": warm,
         "failed": failed,
         "leased": tiny.leased(),
-        "parked": side._parking.admitted,
+        "parked": tiny.side._scheduler._parking.admitted,
     }
 
 

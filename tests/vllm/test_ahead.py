@@ -131,7 +131,7 @@ def test_what_was_asked_long_before_the_turn_is_asked_again(engine_on: EngineOn,
     scheduler = engine.side._scheduler
     assert scheduler is not None
     now = 0.0
-    monkeypatch.setattr(scheduler, "_clock", lambda: now)
+    monkeypatch.setattr(scheduler._promises, "clock", lambda: now)
     engine.add("a", prompt(100, 1), max_tokens=30)
     engine.step()
     engine.add("b", tokens)

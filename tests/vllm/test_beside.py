@@ -179,15 +179,14 @@ def test_the_prompt_is_stored_when_it_is_complete(engine_on: EngineOn) -> None:
     store, tokens = FakeStore(), prompt(150)
     engine = engine_on(store, budget=40, extra=LATER)
     handed: list[tuple[str, list[int]]] = []
-    plan = engine.side._scheduler._plan_store
+    plan = engine.side._scheduler.plan_stores
 
-    def watched(*args: Any) -> StoreOp | None:
-        op = plan(*args)
-        if op is not None:
-            handed.append((op.request_id, list(op.chunks)))
-        return op
+    def watched(output: Any) -> list[StoreOp]:
+        ops = plan(output)
+        handed.extend((op.request_id, list(op.chunks)) for op in ops)
+        return ops
 
-    engine.side._scheduler._plan_store = watched
+    engine.side._scheduler.plan_stores = watched
     engine.add("a", tokens, max_tokens=50)
     engine.run()
     assert handed == [("a", [0, 1, 2, 3]), ("a", [4]), ("a", [5])]
@@ -342,7 +341,7 @@ def test_who_shares_blocks_that_vllm_overlooked_is_taken_back_too(
     # As when a load fails whose requests were released early and have no room to run.
     for cache in engine.caches:
         cache[:, list(shared)] = GARBAGE
-    engine.side._scheduler._quarantine(shared)
+    engine.side._scheduler._quarantine.add(shared)
     engine.run()
     assert engine.poisoned
     engine.poisoned.clear()

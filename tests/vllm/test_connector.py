@@ -14,6 +14,8 @@ pytest.importorskip("vllm")
 from maru_core.keys import KeyChain
 from maru_integrations.vllm import compat
 from maru_integrations.vllm.metadata import MaruConnectorMetadata
+from maru_integrations.vllm.promises import Promises
+from maru_integrations.vllm.scheduler import MaruScheduler
 from tests.vllm.fake_store import FakeStore
 from tests.vllm.mini_engine import BLOCK, CHUNK, HEADS, SIZE, Engine, chain, check_store, reference
 
@@ -725,12 +727,14 @@ def test_internal_faults_are_misses(
     def boom(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("injected")
 
-    for name in ("match", "after_alloc", "_plan_load", "plan_stores", "worker_output", "finished"):
+    owners = dict.fromkeys(("match", "after_alloc", "plan_stores", "worker_output", "finished"), MaruScheduler)
+    for name, owner in {**owners, "_plan_load": Promises}.items():
         engine = engine_on(store, extra=extra)
         free = engine.free_blocks()
-        monkeypatch.setattr(engine.side._scheduler, name, boom)
-        engine.add("r", tokens)
-        engine.run()
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, boom)
+            engine.add("r", tokens)
+            engine.run()
         assert engine.answers["r"] == reference(tokens, 3), name
         assert engine.free_blocks() == free
     for name in ("load", "_load", "_store", "told"):

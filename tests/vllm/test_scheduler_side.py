@@ -18,7 +18,7 @@ from maru_integrations.vllm.metadata import LATE, LoadOp, LoadResult, MaruWorker
 from maru_integrations.vllm.planning import SchedulerSettings
 from maru_integrations.vllm.scheduler import MaruScheduler
 from tests.vllm.fake_store import FakeHandler, FakeStore
-from tests.vllm.test_requests import Pool, output, request
+from tests.vllm.steps import Pool, later, output, request
 
 CHUNK, BLOCK, CHUNKS = 32, 16, 6
 NAMESPACE = Namespace.of({"test": 1})
@@ -68,17 +68,6 @@ class Side:
         step = output()
         step.preempted_req_ids = {name}
         self.side.plan_stores(step)
-
-
-def later(**scheduled: tuple[list[int], int, int]) -> Any:
-    """A step of requests that ran before: blocks that are new, computed tokens, scheduled tokens."""
-    step = output()
-    cached = step.scheduled_cached_reqs
-    cached.req_ids = list(scheduled)
-    cached.new_block_ids = [(blocks,) for blocks, _, _ in scheduled.values()]
-    cached.num_computed_tokens = [computed for _, computed, _ in scheduled.values()]
-    step.num_scheduled_tokens = {name: count for name, (_, _, count) in scheduled.items()}
-    return step
 
 
 def test_the_object_that_failed_is_not_promised_again_wherever_its_load_began() -> None:
@@ -259,11 +248,13 @@ def test_who_could_load_nothing_keeps_its_share_until_it_runs() -> None:
     assert world.side.match(second, 0) == (CHUNKS * CHUNK, True)
 
 
-@pytest.mark.parametrize("part", ["_matcher.new_step", "_ahead.take_old", "_measure_step", "_plan_store"])
+@pytest.mark.parametrize(
+    "part", ["_matcher.new_step", "_promises.drop_old_questions", "_measure_step", "_planner.plan"]
+)
 def test_a_step_whose_plan_fails_leaves_no_gap_in_a_block_table(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else later blocks would be taken for those that are missing, and stored under the keys of others."""
     world, name = Side(stores_later=True), request("a")
-    world.side._state(name)
+    world.side._requests.of(name)
     world.side.plan_stores(output(a=([11], 0, 16)))
     owner, _, method = part.rpartition(".")
     kind = type(getattr(world.side, owner) if owner else world.side)
@@ -278,7 +269,7 @@ def test_a_step_whose_plan_fails_leaves_no_gap_in_a_block_table(part: str, monke
     with monkeypatch.context() as patch:
         patch.setattr(kind, method, Mock(side_effect=RuntimeError))
         step = output(b=([1], 0, 1))
-        world.side._state(request("b"))
+        world.side._requests.of(request("b"))
         step.preempted_req_ids = {"a"}
         with pytest.raises(RuntimeError):
             world.side.plan_stores(step)
@@ -290,7 +281,7 @@ def test_who_goes_on_after_a_reset_leaves_nothing_in_vllms_cache() -> None:
     world, pool = Side(), Pool()
     world.side.bind_block_pool(pool)
     for name, blocks in (("a", [11, 12, 13]), ("b", [21, 22, 23])):
-        world.side._state(request(name))
+        world.side._requests.of(request(name))
         world.side.plan_stores(output(**{name: (blocks, 0, 40)}))
     assert world.side.reset()
     assert pool.evicted == set(range(1, 100)), "also what others have left there"

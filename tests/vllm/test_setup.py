@@ -282,7 +282,7 @@ def test_knobs_without_their_prerequisite_warn_at_start(model_folder: str, monke
         "maru_async_store",
         "maru_overlap_load_with_compute",
     }
-    settings = connector._scheduler._settings
+    settings = connector._scheduler._promises.settings
     assert settings.stores_later
     assert not settings.parks
     assert not settings.overlap

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from attrs import evolve
 
 pytest.importorskip("vllm")
 
@@ -24,6 +23,7 @@ from tests.vllm.fake_store import FakeStore
 from tests.vllm.lives import check_answers, drop_lost, evict, live, lose, make_texts
 from tests.vllm.mini_engine import CHUNK, LAYERS, Engine, check_store, reference
 from tests.vllm.slow_transfer import BrakedTransfer, Pace, SlowTransfer, sleeping
+from tests.vllm.steps import change_settings
 from tests.vllm.test_connector import keys_of, prompt, settled, warm
 from tests.waiting import NEVER
 
@@ -61,7 +61,7 @@ def threaded(engine_on: EngineOn, store: FakeStore, knobs: dict[str, Any], pace:
         **options,
     )
     side = engine.side._scheduler
-    side._settings = evolve(side._settings, load_timeout=load_timeout)
+    change_settings(side, load_timeout=load_timeout)
     try:
         yield engine
     finally:

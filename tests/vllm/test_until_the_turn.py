@@ -134,7 +134,7 @@ def test_nobody_is_asked_for_behind_a_long_line(engine_on: EngineOn, monkeypatch
     engine = busy(engine_on, store)
     scheduler = engine.side._scheduler
     assert scheduler is not None
-    monkeypatch.setattr(scheduler, "_clock", lambda: now)
+    monkeypatch.setattr(scheduler._promises, "clock", lambda: now)
     for number in range(20):
         engine.add(f"r{number}", prompt(40, 20 + number), max_tokens=1)
     assert store.lookups == 17

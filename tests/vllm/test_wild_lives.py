@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from attrs import define, evolve, field
+from attrs import define, field
 
 pytest.importorskip("vllm")
 
@@ -30,6 +30,7 @@ from tests.vllm.fake_store import FakeStore
 from tests.vllm.lives import check_answers, drop_lost, evict, lose, make_texts
 from tests.vllm.mini_engine import LAYERS, Engine, check_store
 from tests.vllm.slow_transfer import BrakedTransfer, Pace, SlowTransfer, sleeping
+from tests.vllm.steps import change_settings
 from tests.vllm.test_connector import keys_of, settled, warm
 from tests.vllm.test_threads import ERRORS, Steps, finish
 
@@ -93,7 +94,7 @@ def wild_engine(
     )
     side = engine.side._scheduler
     assert side is not None
-    side._settings = evolve(side._settings, load_timeout=rng.choice([0.004, 0.05, 20]))
+    change_settings(side, load_timeout=rng.choice([0.004, 0.05, 20]))
     try:
         yield engine
     finally:

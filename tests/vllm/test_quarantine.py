@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
 from maru_core.namespace import Namespace
-from maru_integrations.vllm.requests import BadBlocks
-from maru_integrations.vllm.scheduler import MaruScheduler, SchedulerSettings
+from maru_integrations.vllm.planning import SchedulerSettings
+from maru_integrations.vllm.quarantine import BadBlocks
+from maru_integrations.vllm.scheduler import MaruScheduler
 from tests.vllm.fake_store import FakeHandler, FakeStore
+from tests.vllm.steps import Pool, output, request
 
 
 def test_a_block_is_good_again_when_all_its_slots_were_written() -> None:
@@ -45,46 +46,6 @@ def test_another_request_that_reuses_the_block_makes_it_good() -> None:
     bad.add({7})
     bad.overwrite([7, 9], 0, 20)
     assert bad.first_in([7]) is None
-
-
-def output(**scheduled: tuple[list[int], int, int]) -> Any:
-    """A scheduler output with new requests only: blocks, computed tokens, scheduled tokens."""
-    return SimpleNamespace(
-        preempted_req_ids=None,
-        scheduled_new_reqs=[
-            SimpleNamespace(req_id=name, block_ids=(blocks,), num_computed_tokens=computed)
-            for name, (blocks, computed, _) in scheduled.items()
-        ],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
-        ),
-        num_scheduled_tokens={name: count for name, (_, _, count) in scheduled.items()},
-        scheduled_spec_decode_tokens={},
-        has_sync_kv_loads=False,
-    )
-
-
-def request(name: str) -> Any:
-    tokens = list(range(200))
-    return SimpleNamespace(
-        request_id=name,
-        lora_request=None,
-        prompt_token_ids=tokens,
-        all_token_ids=tokens,
-        num_tokens=200,
-        num_prompt_tokens=200,
-        pooling_params=None,
-    )
-
-
-class Pool:
-    num_gpu_blocks = 100
-
-    def __init__(self) -> None:
-        self.evicted: set[int] = set()
-
-    def evict_blocks(self, blocks: set[int]) -> None:
-        self.evicted |= blocks
 
 
 @pytest.fixture
