@@ -143,8 +143,13 @@ class Channel:
             raise Unavailable(f"the connection to {self._url} is closed ({error})") from None
 
 
-def nobody_answers(url: str, keys: ClientKeys | None) -> str:
-    """The reason to give when no server answers. One that knows none of a client's keys does not answer either."""
+def nobody_answers(url: str, keys: ClientKeys | None, *, listens: bool = False) -> str:
+    """The reason to give when no server answers. One that knows none of a client's keys does not answer either.
+
+    ``listens``: a process certainly listens at ``url``.
+    """
+    if listens:
+        return f"the Maru server at {url} listens but does not answer: see whether its process is stopped or starved"
     if keys is None:
         return f"no Maru server answers at {url}; start one with `maru serve`, or set maru_server_url to auto"
     return (

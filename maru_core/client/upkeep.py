@@ -122,7 +122,9 @@ class Upkeep:
                     raise self._link.refusal(reply, epoch)
                 return reply[1], reply[3:]
         self._reconnect()
-        raise Unavailable(nobody_answers(self._link.url, self._link.keys))
+        # Only of a unix socket is it known.
+        listens = self._link.url.startswith("ipc:") and not self._is_dead()
+        raise Unavailable(nobody_answers(self._link.url, self._link.keys, listens=listens))
 
     def _reconnect(self) -> None:
         """Take a new socket: ZeroMQ gives a connection up for good when its peer refuses it or is no server of ours."""

@@ -74,6 +74,24 @@ def test_a_killed_server_is_started_again_and_the_same_handler_works(folder: Fol
     eventually(lambda: used(handler)[1:] == (0, 0, 0))
 
 
+def test_a_server_that_is_stopped_is_told_from_one_that_is_gone(folder: Folder) -> None:
+    """Each with its remedy: nobody is to start a second server beside one that is there."""
+    folder.connect().close()
+    handler = folder.connect(server_url=f"ipc://{folder.path}/server.sock")
+
+    def reason() -> str:
+        try:
+            handler.probe([bytes(32)])
+        except Unavailable as error:
+            return str(error)
+        return ""
+
+    os.kill(folder.pid(), signal.SIGSTOP)
+    eventually(lambda: "listens but does not answer" in reason())
+    os.kill(folder.pid(), signal.SIGKILL)
+    eventually(lambda: "start one with `maru serve`" in reason())
+
+
 def test_calls_in_flight_when_the_server_dies_end_early(folder: Folder) -> None:
     folder.connect().close()
     # Without `auto`, nobody starts another server that could answer.
