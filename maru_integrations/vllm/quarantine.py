@@ -93,11 +93,14 @@ class Quarantine:
         may go before it does.
         """
         self.bad.add(failed)
-        for state in self.states.values():
-            index = self.bad.first_in(state.blocks)
-            if index is not None:
-                self.bad.spread(state.blocks[index:])
-                self._forget_cached(state.blocks[index:])
+        known = 0
+        while known < len(self.bad.written):  # what one request makes bad another may have been given
+            known = len(self.bad.written)
+            for state in self.states.values():
+                index = self.bad.first_in(state.blocks)
+                if index is not None:
+                    self.bad.spread(state.blocks[index:])
+                    self._forget_cached(state.blocks[index:])
         for blocks in self.loads.departed():  # of which others may have been given some since
             index = self.bad.first_in(blocks)
             if index is not None:

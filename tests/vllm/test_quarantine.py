@@ -1,4 +1,4 @@
-"""Blocks whose load failed, and what may be stored around them."""
+"""Blocks whose load failed, what may be stored around them, and what leaves vLLM's prefix cache with them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from hypothesis import example, given
+from hypothesis import strategies as st
+
 from maru_core.namespace import Namespace
+from maru_integrations.vllm.loading import Loads
 from maru_integrations.vllm.planning import SchedulerSettings
-from maru_integrations.vllm.quarantine import BadBlocks
+from maru_integrations.vllm.quarantine import BadBlocks, Quarantine
+from maru_integrations.vllm.requests import RequestState
 from maru_integrations.vllm.scheduler import MaruScheduler
 from tests.vllm.fake_store import FakeHandler, FakeStore
 from tests.vllm.steps import Pool, output, request
@@ -80,3 +85,67 @@ def test_recomputing_over_several_steps_is_no_taint(scheduler: MaruScheduler) ->
     first = scheduler.plan_stores(output(a=([1, 2, 3, 4], 0, 40)))
     second = scheduler.plan_stores(output(a=([1, 2, 3, 4], 40, 24)))
     assert [list(op.chunks) for op in [*first, *second]] == [[0], [1]]
+
+
+TABLES = st.lists(st.lists(st.integers(1, 12), max_size=6, unique=True), max_size=5)
+BLOCKS = st.sets(st.integers(1, 12), max_size=4)
+
+
+def quarantine_of(tables: list[list[int]], pool: Pool | None) -> Quarantine:
+    states = {f"r{number}": RequestState(request(f"r{number}"), None, table) for number, table in enumerate(tables)}
+    return Quarantine(16, states, Loads(), pool)
+
+
+@given(tables=TABLES, rounds=st.lists(BLOCKS, min_size=1, max_size=3))
+@example(tables=[[1, 7, 3], [6, 7]], rounds=[{6}]).via("the first request took 7 from the second one's cache")
+def test_whatever_stands_behind_a_bad_block_is_bad_and_out_of_the_cache(
+    tables: list[list[int]], rounds: list[set[int]]
+) -> None:
+    """Whoever has it, and however the bad ones were told of; what stands before is left alone."""
+    pool = Pool()
+    quarantine = quarantine_of(tables, pool)
+    for failed in rounds:
+        quarantine.add(failed)
+    bad = set(quarantine.bad.written)
+    assert set().union(*rounds) <= bad == pool.evicted
+    for table in tables:
+        first = quarantine.bad.first_in(table)
+        assert set(table[first:] if first is not None else ()) == bad & set(table)
+    good = set(range(1, 13)) - bad
+    assert all(quarantine.bad.first_in(table) is None for table in tables if set(table) <= good)
+
+
+@given(tables=TABLES, outdated=st.sets(st.integers(0, 4)), tokens=st.lists(st.integers(0, 96), min_size=5, max_size=5))
+def test_who_reads_a_block_of_an_outdated_request_is_outdated(
+    tables: list[list[int]], outdated: set[int], tokens: list[int]
+) -> None:
+    """As far as it reads, and whoever reads from it in turn; the request is stored no more, and the flag goes down."""
+    quarantine = quarantine_of(tables, None)
+    states = list(quarantine.states.values())
+    for number in outdated & set(range(len(states))):
+        states[number].outdate()
+    old = {number for number, state in enumerate(states) if state.outdated}
+    quarantine.outdate_sharers(list(zip(states, tokens, strict=False)))
+    assert quarantine.has_outdated == any(states[number].blocks for number in old)
+    blocks = {block for number in old for block in tables[number]}
+    for number, state in enumerate(states):
+        if blocks & set(state.blocks[: -(-tokens[number] // 16)]):
+            old.add(number)
+            blocks |= set(state.blocks)
+    assert {number for number, state in enumerate(states) if state.outdated} == old
+    assert all(state.tainted for state in states if state.outdated)
+
+
+@given(tables=TABLES)
+def test_a_reset_outdates_whoever_has_blocks_and_empties_the_cache(tables: list[list[int]]) -> None:
+    """Who has none may start anew; what outlived the reset leaves the cache again when it goes."""
+    pool = Pool()
+    quarantine = quarantine_of(tables, pool)
+    quarantine.reset()
+    assert pool.evicted == set(range(1, pool.num_gpu_blocks))
+    assert [state.outdated for state in quarantine.states.values()] == [bool(table) for table in tables]
+    assert quarantine.has_outdated == any(tables)
+    pool.evicted.clear()
+    for state in quarantine.states.values():
+        quarantine.blocks_lost(state)
+    assert pool.evicted == {block for table in tables for block in table}

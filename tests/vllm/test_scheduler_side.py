@@ -149,30 +149,24 @@ def test_a_load_that_could_not_be_planned_leaves_no_share_behind() -> None:
     assert not world.store.leases
 
 
-def test_what_was_computed_on_a_load_is_known_until_that_load_has_ended() -> None:
-    """The request went on early and is gone: its load fails some steps later, and vLLM's cache must hear of it all."""
+@pytest.mark.parametrize("ends", [True, False], ids=["ended", "preempted"])
+def test_what_was_computed_on_a_load_is_known_until_that_load_has_ended(ends: bool) -> None:
+    """The request went on early and has its blocks no more: its load fails later, and vLLM's cache must hear of it all.
+
+    With asynchronous scheduling the step after the one in which the load fails is planned before that is known.
+    """
     world, name, pool = Side(overlap=True), request("a"), Pool()
     world.side.bind_block_pool(pool)
     op, table = world.load(name), [*Table(1).blocks, 50]
     world.side.after_alloc(name, Table(1), 0)
     world.side.plan_stores(output(a=(table, CHUNKS * CHUNK, 8)))
-    world.side.finished(name)
+    if ends:
+        world.side.finished(name)
+    else:
+        world.preempt("a")
     for _ in range(2):
         world.tell()
         world.side.plan_stores(output())
-    world.tell(LoadResult(op.load_id, 2), bad=set(table[4:12]))
-    assert pool.evicted == set(table[4:])
-    assert world.side._loads.is_empty
-
-
-def test_what_was_computed_on_a_load_is_known_when_who_computed_it_was_preempted_since() -> None:
-    """With asynchronous scheduling the step after the one in which the load fails is planned before that is known."""
-    world, name, pool = Side(overlap=True), request("a"), Pool()
-    world.side.bind_block_pool(pool)
-    op, table = world.load(name), [*Table(1).blocks, 50]
-    world.side.after_alloc(name, Table(1), 0)
-    world.side.plan_stores(output(a=(table, CHUNKS * CHUNK, 8)))
-    world.preempt("a")
     world.tell(LoadResult(op.load_id, 2), bad=set(table[4:12]))
     assert pool.evicted == set(table[4:])
     assert world.side._loads.is_empty

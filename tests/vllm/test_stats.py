@@ -11,6 +11,8 @@ import pytest
 pytest.importorskip("vllm")
 
 import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -19,7 +21,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 import maru_integrations.vllm
 from maru_integrations.vllm.connector import MaruKVConnector
-from maru_integrations.vllm.stats import COUNTERS, GAUGES, MaruPromMetrics, MaruStats
+from maru_integrations.vllm.stats import COUNTERS, GAUGES, MaruPromMetrics, MaruStats, Report
 
 
 def some() -> MaruStats:
@@ -89,3 +91,23 @@ def test_the_page_has_every_figure() -> None:
     page = (Path(__file__).parents[2] / "docs/waiting.md").read_text()
     missing = [name for name in [*COUNTERS, *GAUGES] if f"`{name}" not in page]
     assert not missing
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=5, max_size=5), st.integers(0, 2)), max_size=8))
+def test_what_is_told_adds_up_and_nothing_is_told_twice(rounds: list[tuple[list[int], int]]) -> None:
+    """Gauges: each when it has changed, all at first. Counters: all that was counted, once."""
+    counted = MaruStats()
+    report, gauges, total = Report(counted), {}, 0
+    for values, amount in rounds:
+        if amount:
+            counted.count("loads", amount)
+        now = dict(zip(GAUGES, values, strict=True))
+        told = report.take(tuple(values))
+        changed = {name: value for name, value in now.items() if gauges.get(name) != value}
+        assert (told is None) == (not changed and not amount)
+        assert report.take(tuple(values)) is None
+        if told is not None:
+            assert told.data["gauges"] == changed
+            total += told.data["counters"].get("loads", 0)
+        gauges = now
+    assert total == sum(amount for _, amount in rounds)
