@@ -31,7 +31,7 @@ from tests.chaos.tally import FATAL, counts_in, totals
 
 ROOT = Path(__file__).parents[2]
 #: Seconds within which a server must serve, and within which a client may find it again.
-_START = 15.0
+_START = 60.0
 _BACK = 20.0
 _EVENTS = ("client kills", "client stops", "server kills", "server stops", "resets", "warm starts", "found again")
 _EVENTS += ("checks", "quarantines seen", "torn headers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Iterable
 from itertools import count
 
 from attrs import define
@@ -13,11 +14,12 @@ from maru_core.pool_format import HEADER_SIZE, State
 from maru_core.protocol.messages import NO_ENTRY, PoolDescriptor
 from maru_core.server.arena import Arena
 from maru_core.server.directory import Directory
-from maru_core.server.eviction import least_recently_used
+from maru_core.server.eviction import LeastRecentlyUsed, least_recently_used
 from maru_core.server.index import tags_of
 from maru_core.server.liveness import SessionRecord
 from maru_core.server.namespaces import NamespaceState
 from maru_core.server.objects import REPLICA
+from maru_core.server.reuse import ReusePolicy
 from maru_core.server.sessions import Session, SessionRegistry
 
 GRANULE = 100
@@ -159,11 +161,11 @@ class World:
         while not self.directory.end_session(session, 3):
             pass
 
-    def check(self) -> None:
-        """Every invariant of directory, allocator and headers."""
+    def check(self, ending: Iterable[Session] = ()) -> None:
+        """Every invariant of directory, allocator and headers. ``ending``: closed sessions that hold something yet."""
         directory = self.directory
         directory.settle()
-        sessions = [*self.sessions]
+        sessions = [*self.sessions, *ending]
         moves = [*directory._moves]
         sources, targets = [move.source for move in moves], [move.target for move in moves]
         for arena in directory.arenas:
@@ -225,6 +227,39 @@ class World:
         self.check_indexes()
         self.check_children()
         self.check_shares()
+        self.check_orders()
+
+    def check_orders(self) -> None:
+        """What may be evicted is in an order of its own namespace, which says nothing of what is not."""
+        objects = self.directory.objects
+        for arena in self.directory.arenas:
+            policies = arena.tenants._policies
+            places = range(arena.base, arena.end)
+            loose = [e for e in places if objects.state[e] in (State.READY, REPLICA) and not objects.readers[e]]
+            parked: list[int] = []
+            if all(type(policy) is LeastRecentlyUsed for policy in policies.values()):
+                uses = [policy._uses.last for policy in policies.values()][:1]
+                times = dict(zip(places, *uses, strict=True)) if uses else {}
+                assert [entry for entry, time in times.items() if time] == loose
+                parked = [entry for entry, time in times.items() if time & 1]
+            elif all(type(policy) is ReusePolicy for policy in policies.values()):
+                shared = next(iter(policies.values()))._places
+                codes = {entry: code for entry, code in zip(places, shared.bucket, strict=True) if code}
+                assert [*codes] == loose
+                parked = [entry for entry, code in codes.items() if code & 1]
+                assert not any(shared.kind[entry - arena.base] for entry in loose), "a note of what was there before"
+                assert {code >> 1 for code in codes.values()} == shared.buckets.keys(), "an empty bucket stays"
+                held = Counter(codes.values())
+                for number, bucket in shared.buckets.items():
+                    assert (bucket.alive, bucket.parked) == (held[2 * number], held[2 * number + 1])
+                for number, policy in policies.items():
+                    buckets = policy._buckets
+                    mine = [entry for entry in loose if objects.home[entry] == number]
+                    assert buckets.held == len(mine)
+                    seen = {bucket.number for bucket in (*buckets._listed, buckets._returned)}
+                    offered = [codes[entry] >> 1 for entry in mine if not codes[entry] & 1]
+                    assert seen.issuperset(offered), "nobody looks there for victims"
+            assert all(objects.children[entry] for entry in parked), "it may go, and is never offered"
 
     def check_indexes(self) -> None:
         directory = self.directory

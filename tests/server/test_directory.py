@@ -9,7 +9,7 @@ import pytest
 from maru_core.contracts import NewPolicy
 from maru_core.pool_format import State
 from maru_core.protocol.messages import CommitStatus, Presence, ReserveStatus
-from maru_core.server.eviction import least_recently_used
+from maru_core.server.eviction import LeastRecentlyUsed, least_recently_used
 from maru_core.server.objects import Postponed
 from maru_core.server.reuse import reuse_policy
 from tests.server.pure import GRANULE, World
@@ -306,20 +306,22 @@ def test_what_was_put_off_behind_a_fault_is_done_later():
     assert done == [1, 3]
 
 
+class Faulty(LeastRecentlyUsed):
+    """Raises at the first object."""
+
+    failed = False
+
+    def add(self, entries):
+        if not self.failed:
+            self.failed = True
+            raise ValueError("a plugin's fault")
+        super().add(entries)
+
+
 def test_a_policy_that_raises_breaks_nothing_else():
     def policy(base: int, count: int, clock: Callable[[], float]) -> NewPolicy:
-        def new():
-            order = least_recently_used(base, count, clock)()
-            add = order.add
-
-            def raises(entries):
-                order.add = add
-                raise ValueError("a plugin's fault")
-
-            order.add = raises
-            return order
-
-        return new
+        new = least_recently_used(base, count, clock)
+        return lambda: Faulty(new()._uses)
 
     world = World.of(4, policy=policy)
     session = world.session()
