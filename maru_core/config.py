@@ -254,9 +254,9 @@ class MaruConfig:
         """Build from vLLM's extra config (or any mapping) and the environment.
 
         ``options``: where ``extra`` is from a command line, the option (``--name``) of each of its keys.
-        Keys without the prefix ``maru_`` belong to others and are ignored; an unknown one with it raises ConfigError
-        that names the nearest. An unknown ``MARU_*`` variable is only warned of, and those that start like
-        ``MARU_DAX_`` belong to the plugin of that name, if one is installed.
+        Keys without the prefix ``maru_`` belong to others and are ignored; an unknown one with it, in capitals or with
+        hyphens, too, raises ConfigError that names the nearest. An unknown ``MARU_*`` variable is only warned of, and
+        those that start like ``MARU_DAX_`` belong to the plugin of that name, if one is installed.
         """
         names = {attribute.name for attribute in settings()}
         values, sources = collect(names, extra, environ, options or {})

@@ -35,10 +35,10 @@ def collect(
     """
     log = logs.get_logger(__name__)
     known = {PREFIX + name for name in names}
-    given = {key: value for key, value in extra.items() if isinstance(key, str) and key.startswith(PREFIX)}
+    given = {key: value for key, value in extra.items() if isinstance(key, str) and _as_key(key).startswith(PREFIX)}
     for key in given:
         if key not in known and key not in FORMER_NAMES:
-            raise ConfigError(f"unknown setting {key}; the nearest is {_nearest(key, known)}")
+            raise ConfigError(f"unknown setting {key}; the nearest is {_nearest(_as_key(key), known)}")
     variables = {
         name.lower(): value
         for name, value in environ.items()
@@ -64,6 +64,11 @@ def spelt(key: str, source: str | None) -> str:
     if source is not None and source.startswith("--"):
         return source
     return key.upper() if source == "environment" else key
+
+
+def _as_key(key: str) -> str:
+    """What was meant by a key that is spelt as a variable or an option is: ``MARU_POOL_SIZE``, ``maru-pool-size``."""
+    return key.strip().lower().replace("-", "_")
 
 
 def _is_read_elsewhere(variable: str) -> bool:

@@ -29,10 +29,10 @@ Every setting has one name. It is looked for in three places, and the first that
  "kv_connector_extra_config": {{"maru_pool_size": "16G", "maru_cache_namespace": "production"}}}}
 ```
 
-An unknown `maru_*` key in the mapping stops the start and names the nearest; so does a value of the wrong type or out
-of range, with the key, the value and what was expected. An unknown `{prefix}*` variable is only warned of. Those
-that start like `{prefix}DAX_` belong to the plugin of that name while it is installed ([plugins.md](plugins.md),
-[hints.md](hints.md)). Keys without the prefix belong to others and are ignored.
+An unknown `maru_*` key in the mapping stops the start and names the nearest; so does one in capitals, as a variable is
+spelt, and a value of the wrong type or out of range, with the key, the value and what was expected. An unknown
+`{prefix}*` variable is only warned of. Those that start like `{prefix}DAX_` belong to the plugin of that name while it
+is installed ([plugins.md](plugins.md), [hints.md](hints.md)). Keys without the prefix belong to others and are ignored.
 
 Sizes are bytes, or text with `K`, `M`, `G`, `T` (also `KB`, `KiB` and so on); all are powers of 1024. They are per pool
 and host, not per rank. Times are seconds.

@@ -48,7 +48,17 @@ def test_keys_of_others_are_ignored() -> None:
 
 @pytest.mark.parametrize(
     ("key", "nearest"),
-    [("maru_poolsize", "maru_pool_size"), ("maru_async_loads", "maru_async_load"), ("maru_", None), ("maru_zzz", None)],
+    [
+        ("maru_poolsize", "maru_pool_size"),
+        ("maru_async_loads", "maru_async_load"),
+        ("maru_", None),
+        ("maru_zzz", None),
+        # As variables and options are spelt.
+        ("MARU_POOL_SIZE", "maru_pool_size"),
+        ("Maru_Async_Load", "maru_async_load"),
+        ("maru-async-load", "maru_async_load"),
+        (" maru_async_load", "maru_async_load"),
+    ],
 )
 def test_an_unknown_key_stops_the_start_and_names_the_nearest(key: str, nearest: str | None) -> None:
     with pytest.raises(ConfigError, match=f"{key}; the nearest is {nearest or 'maru_'}"):
