@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import traceback
 from typing import Any, Final, TextIO
 
 import structlog
@@ -77,6 +78,12 @@ def _all_visible(_logger: Any, _method: str, event: structlog.typing.EventDict) 
     return {name: visible(value) if isinstance(value, str) else value for name, value in event.items()}
 
 
+def _trace(stream: TextIO, error: structlog.typing.ExcInfo) -> None:
+    """Where something was raised, and nothing of what variables held: credentials and what clients sent."""
+    for line in "".join(traceback.format_exception(*error)).splitlines():
+        stream.write("\n" + visible(line))
+
+
 @define(eq=False)
 class _Sink:
     """Writes lines; tells how many were lost once lines can be written again."""
@@ -112,7 +119,9 @@ def setup(level: str = "info", *, json: bool = False, stream: TextIO | None = No
     sink = sys.stderr if stream is None else stream
     written = _Sink(sink)
     renderer: structlog.typing.Processor = (
-        structlog.processors.JSONRenderer() if json else structlog.dev.ConsoleRenderer(colors=sink.isatty())
+        structlog.processors.JSONRenderer()
+        if json
+        else structlog.dev.ConsoleRenderer(colors=sink.isatty(), exception_formatter=_trace)
     )
     structlog.configure(
         processors=[

@@ -51,7 +51,7 @@ class Administration:
     sessions: SessionRegistry
     clock: Callable[[], float]
     hide: Callable[[Sequence[NamespaceState]], Sequence[KeyIndex | None]]
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     stop: Callable[[], None] = field(default=lambda: None)
     forget: Callable[[Session], Steps] | None = None
     _wrong: dict[str, int] = field(init=False, factory=dict)

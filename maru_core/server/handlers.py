@@ -307,7 +307,11 @@ class Handlers:
         else:
             code, text = Code.INTERNAL, f"{type(error).__name__}: {error}"
             self.directory.counters["internal_errors"] += 1
-            self._log.error("a request failed", request=request, exc_info=error)
+            if isinstance(error, OSError):
+                # A full disk, say: clients come again and again, and where it was met is no news.
+                self._log.error("a request failed", request=request, reason=str(error))
+            else:
+                self._log.error("a request failed", request=request, exc_info=error)
         self.refused[code] += 1
         if code == Code.CANCELLED:
             self.directory.counters["cancelled"] += 1

@@ -490,7 +490,7 @@ class Chaos:
     def _faults(self) -> str:
         """Where the server's log says that something was raised."""
         log = (self._folder / "server.log").read_text()
-        return " | ".join(line.strip("│ ") for line in log.splitlines() if "❱" in line or "error = " in line)[:3000]
+        return " | ".join(line.strip() for line in log.splitlines() if '  File "' in line or "Error" in line)[:3000]
 
     def hits(self) -> int:
         """Verified hits of all clients so far."""

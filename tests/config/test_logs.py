@@ -47,6 +47,21 @@ def test_lines_for_machines_are_json_with_level_time_and_traceback() -> None:
     assert "culprit" in event["exception"]
 
 
+def test_a_traceback_says_where_and_not_what_variables_held() -> None:
+    stream = io.StringIO()
+    logs.setup(stream=stream)
+    secret = "correct horse"
+    try:
+        raise ValueError("culprit \x1b[2J")
+    except ValueError:
+        structlog.get_logger("x").exception("failed", length=len(secret))
+    shown = stream.getvalue()
+    assert "culprit" in shown
+    assert "test_logs.py" in shown
+    assert secret not in shown
+    assert "\x1b" not in shown
+
+
 @pytest.mark.parametrize(("level", "shown"), [("debug", 3), ("info", 2), ("warning", 1), ("error", 0)])
 def test_the_level_filters(level: str, shown: int) -> None:
     stream = io.StringIO()

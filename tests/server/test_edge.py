@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import socket
@@ -12,6 +13,7 @@ import msgpack
 import pytest
 import zmq
 from hypothesis import given, settings
+from structlog.testing import capture_logs
 
 from maru_core.protocol import MAX_KEYS, MAX_MESSAGE, PROTOCOL_VERSION, Code, Op
 from maru_core.server.handlers import Handlers, Task
@@ -274,3 +276,19 @@ def test_a_peer_that_does_not_read_is_not_waited_for(start_server, connect):
     started = time.monotonic()
     good.call(Op.PING)
     assert time.monotonic() - started < 2
+
+
+def test_a_full_disk_is_told_in_one_line_and_no_credential_in_any():
+    handlers, _ = make_handlers()
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def create(session: int) -> str:
+        raise full
+
+    handlers.proofs.create = create
+    hello = [Op.HELLO, 5, 0, 0, PROTOCOL_VERSION, "client", [1, "h", "n"], b"\x90", 0, []]
+    with capture_logs() as lines:
+        assert answer(handlers, hello)[2:] == [Code.INTERNAL, f"OSError: {full}"]
+    assert [(line["reason"], line.get("exc_info")) for line in lines] == [(str(full), None)]
+    assert len(handlers.sessions) == 1
+    assert TOKEN not in repr(handlers.administration)
