@@ -185,16 +185,24 @@ class Room:
         """For how many of ``count`` objects the quota has room, after evicting objects of the namespace itself."""
         size = self._arenas[0].pages_for(length) * self._arenas[0].granule
         count = min(count, quota // size)
-        for arena in () if self._removal.frozen else self._in_turn(self._arenas):
-            evicted: list[int] = []
-            tops: list[int] = []
-            while (excess := self._quotas.bytes_of(namespace) + count * size - quota) > 0:
-                if not self._clearing.evict_of(namespace, arena, -(-excess // arena.granule), evicted, tops):
-                    break
-            for entry in reversed(tops):
-                arena.tenants.unpark(namespace.number, entry)
-            self._removal.mark_free(arena, evicted, ())
+        before = -1
+        # As in allocate: what goes from one pool may set its parents in another free.
+        while not self._removal.frozen and before != (taken := self._quotas.bytes_of(namespace)) > quota - count * size:
+            before = taken
+            for arena in self._in_turn(self._arenas):
+                self._cut(namespace, arena, quota - count * size)
         return max(0, min(count, (quota - self._quotas.bytes_of(namespace)) // size))
+
+    def _cut(self, namespace: NamespaceState, arena: Arena, most: int) -> None:
+        """Evict objects of ``namespace`` in one pool until it has at most ``most`` bytes, or no more that may go."""
+        evicted: list[int] = []
+        tops: list[int] = []
+        while (excess := self._quotas.bytes_of(namespace) - most) > 0:
+            if not self._clearing.evict_of(namespace, arena, -(-excess // arena.granule), evicted, tops):
+                break
+        for entry in reversed(tops):
+            arena.tenants.unpark(namespace.number, entry)
+        self._removal.mark_free(arena, evicted, ())
 
     def _fitting(self, length: int) -> list[Arena]:
         """The pools from which an object of ``length`` bytes can be read."""

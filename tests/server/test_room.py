@@ -183,7 +183,8 @@ def test_a_server_makes_room_when_it_is_idle(start_server, connect):
 
 
 @pytest.mark.parametrize("demote", [False, True])
-def test_room_is_made_where_only_the_children_in_another_pool_were_in_the_way(demote):
+@pytest.mark.parametrize("quota", [None, 12 * GRANULE - 1, 10 * GRANULE])
+def test_room_is_made_where_only_the_children_in_another_pool_were_in_the_way(demote, quota):
     world = World.of(6, 6, demote=demote)
     session = world.session()
     heads, tails = [key(number) for number in range(6)], [key(number) for number in range(6, 12)]
@@ -193,5 +194,7 @@ def test_room_is_made_where_only_the_children_in_another_pool_were_in_the_way(de
         world.directory.delete(session, heads)
         world.store(session, heads, parents=tuple(tails))
     world.check()
-    assert world.store(session, [key(number) for number in range(20, 32)]) == bytes(12)
+    fitting = 12 if quota is None else quota // GRANULE
+    world.directory.set_quota(session.namespace, quota)
+    assert world.store(session, [key(number) for number in range(20, 32)]).count(0) == fitting
     world.check()
