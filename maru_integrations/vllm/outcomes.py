@@ -10,9 +10,10 @@ from maru_core import logs
 from maru_core.client import MaruHandler
 from maru_integrations.vllm.loading import Loads
 from maru_integrations.vllm.matching import Matcher
-from maru_integrations.vllm.metadata import LoadResult, MaruWorkerMetadata
+from maru_integrations.vllm.metadata import REFUSED, LoadResult, MaruWorkerMetadata
 from maru_integrations.vllm.parking import Parking
 from maru_integrations.vllm.requests import RequestState
+from maru_integrations.vllm.resets import Resets
 from maru_integrations.vllm.stats import MaruStats
 from maru_integrations.vllm.storing import Stores
 from maru_integrations.vllm.worth import Worth
@@ -33,6 +34,7 @@ class Outcomes:
     parking: Parking
     loads: Loads
     stores: Stores
+    resets: Resets
     worth: Worth | None
     stats: MaruStats
     _log: logs.Log = field(factory=lambda: logs.get_logger(__name__), init=False)
@@ -52,6 +54,8 @@ class Outcomes:
                 self.worth.link.measure(answers.load_bytes, answers.load_seconds)
         for reason, count in answers.dropped.items():
             self.stats.count("dropped", count, reason)
+        if REFUSED in answers.dropped:
+            self.resets.store_refused()
 
     def _plan_again(self, request_id: str, chunk: int) -> None:
         state = self.states.get(request_id)

@@ -13,6 +13,8 @@ from maru_core.errors import MaruError
 #: Seconds between two attempts, and how long one of them, which a step waits for, may take.
 INTERVAL = 1.0
 PATIENCE = 0.02
+#: Seconds behind a reset of this engine's own in which stores that it overtook may still be refused.
+OVERTAKES = 10.0
 
 
 @define
@@ -26,6 +28,9 @@ class Resets:
     handler: MaruHandler
     clock: Callable[[], float]
     _due: float | None = field(default=None, init=False)
+    _done: float | None = field(default=None, init=False)
+    #: The weights epoch of which somebody was told that it is over.
+    _told: int | None = field(default=None, init=False)
 
     def reset(self) -> bool:
         """Empty the namespace for everybody; False when the server could not be told yet."""
@@ -40,7 +45,7 @@ class Resets:
                 next="tried again every second that requests come in",
             )
             return False
-        self._due = None
+        self._due, self._done = None, self.clock()
         return True
 
     def caught_up(self) -> bool:
@@ -54,6 +59,24 @@ class Resets:
             self.handler.reset(timeout=PATIENCE)
         except MaruError:
             return False
-        self._due = None
+        self._due, self._done = None, self.clock()
         logs.get_logger(__name__).info("maru.reset_done", delayed=True)
         return True
+
+    def store_refused(self) -> None:
+        """The server refused a store. Once per weights epoch tell what it may be, unless our own reset explains it."""
+        epoch = self.handler.weights_epoch
+        if epoch == self._told or self._due is not None:
+            return
+        if self._done is not None and self.clock() < self._done + OVERTAKES:
+            return
+        self._told = epoch
+        logs.get_logger(__name__).warning(
+            "maru.store_refused",
+            reason="the namespace was reset by another engine or by `maru admin reset`, which may mean new weights; or "
+            "objects are larger than any pool can hold",
+            effect="this engine gets no hits and stores nothing",
+            remedy="once it has the weights of the others, reset it, too (/reset_prefix_cache?reset_external=true), or "
+            "restart it",
+            told="once per reset",
+        )

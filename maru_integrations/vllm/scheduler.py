@@ -94,6 +94,7 @@ class MaruScheduler:
             parking=self._parking,
             loads=self._loads,
             stores=self._stores,
+            resets=self._resets,
             worth=self._worth,
             stats=self._stats,
         )

@@ -619,9 +619,13 @@ def test_an_engine_behind_a_reset_neither_hits_nor_stores(engine_on: EngineOn) -
     one.add("a", tokens)
     one.run()
     assert one.side.reset_cache() is True
-    two.add("b", tokens)
-    two.run()
+    with capture_logs() as logs:
+        two.add("b", tokens)
+        two.run()
     assert not store.objects
+    told = [entry for entry in logs if entry["event"] == "maru.store_refused"]
+    assert len(told) == 1, "once, however many stores are refused"
+    assert "reset_external=true" in told[0]["remedy"]
     one.scheduler.reset_prefix_cache()
     one.add("c", tokens)
     one.run()
