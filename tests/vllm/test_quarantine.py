@@ -87,8 +87,8 @@ def test_recomputing_over_several_steps_is_no_taint(scheduler: MaruScheduler) ->
     assert [list(op.chunks) for op in [*first, *second]] == [[0], [1]]
 
 
-TABLES = st.lists(st.lists(st.integers(1, 12), max_size=6, unique=True), max_size=5)
-BLOCKS = st.sets(st.integers(1, 12), max_size=4)
+TABLES = st.lists(st.lists(st.integers(1, 9), max_size=6, unique=True), max_size=5)
+BLOCKS = st.sets(st.integers(1, 9), max_size=4)
 
 
 def quarantine_of(tables: list[list[int]], pool: Pool | None) -> Quarantine:
@@ -111,11 +111,12 @@ def test_whatever_stands_behind_a_bad_block_is_bad_and_out_of_the_cache(
     for table in tables:
         first = quarantine.bad.first_in(table)
         assert set(table[first:] if first is not None else ()) == bad & set(table)
-    good = set(range(1, 13)) - bad
+    good = set(range(1, 10)) - bad
     assert all(quarantine.bad.first_in(table) is None for table in tables if set(table) <= good)
 
 
 @given(tables=TABLES, outdated=st.sets(st.integers(0, 4)), tokens=st.lists(st.integers(0, 96), min_size=5, max_size=5))
+@example(tables=[[1], [1, 2], [2]], outdated={0}, tokens=[16] * 5).via("the second passes it on")
 def test_who_reads_a_block_of_an_outdated_request_is_outdated(
     tables: list[list[int]], outdated: set[int], tokens: list[int]
 ) -> None:
