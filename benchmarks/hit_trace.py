@@ -264,7 +264,8 @@ class HitTrace:
         from maru_integrations.vllm.overlap import LoadsInUse
 
         loader = get_kv_transfer_group()._worker._loader
-        loader._settings = evolve(loader._settings, spares_decodes=spares)
+        releases = loader._releases
+        releases._when = evolve(releases._when, spares_decodes=spares)
         self._maru_waits = watch = Watch()
         for name in ("wait_layer", "settle"):
             watch.around(LoadsInUse, name, lambda begin, _result, *_: watch.cost("wait", begin))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing
 from functools import partial
 from typing import Any
@@ -14,9 +14,9 @@ from attrs import frozen
 
 from maru_core import logs
 from maru_core.brake import Brake, Pull
-from maru_core.contracts import LayeredLoad, LoadsByLayer, PreparedCopies, PreparedLayeredLoad
+from maru_core.contracts import LoadsByLayer, PreparedCopies, PreparedLayeredLoad
 from maru_core.errors import BackendError, TransferError, Unavailable
-from maru_core.foreign import pass_interrupt, show
+from maru_core.foreign import show
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape, chunks_of, failed_blocks, problem_of
 from maru_integrations.vllm.helper import Helper
@@ -24,19 +24,15 @@ from maru_integrations.vllm.loadqueue import Ended, LoadJob, LoadQueue, cut
 from maru_integrations.vllm.metadata import CANCELLED, LATE, UNAVAILABLE, LoadOp
 from maru_integrations.vllm.moving import Link, Planned, carry_out, leading, plan, plan_layers
 from maru_integrations.vllm.nextload import NextLoad, Plan
-from maru_integrations.vllm.overlap import LoadsInUse, stop
-from maru_integrations.vllm.release import Outlook, Progress, Recent, is_due
+from maru_integrations.vllm.overlap import LoadsInUse
+from maru_integrations.vllm.release import Outlook
+from maru_integrations.vllm.releasing import Releases, Underway
 from maru_integrations.vllm.streams import Lane, on_lane
+from maru_integrations.vllm.stuck import StuckWatch
 from maru_transfer.helpers import share
-
-#: How long the loader sleeps between looks at the layers of a load that is to be released early, in seconds.
-_LOOK = 0.0003
 
 #: How long vLLM's thread waits for a load that is in use before it looks at deadlines again, in seconds.
 _PATIENCE = 0.1
-
-#: A copy that was asked to stop may take that long before it is told of, in seconds: nothing takes longer than a piece.
-_GRACE = 2.0
 
 #: Why a load is refused while another one is stuck.
 _BEHIND = "a load before it was told to stop and has not returned"
@@ -59,16 +55,6 @@ class LoaderSettings:
     def releases_early(self) -> bool:
         """Whether requests may go on before all of their layers are there."""
         return 0 < self.release_after < self.num_layers
-
-
-@frozen(eq=False)
-class _Held:
-    """A load that goes on, with enough layers for its request to go on, too. ``began``: by the clock."""
-
-    job: LoadJob
-    load: LayeredLoad
-    began: float
-    layer_bytes: float
 
 
 class Loader:
@@ -108,17 +94,11 @@ class Loader:
         self._helper = Helper("maru-load", self._run)
         #: Only the loader's thread touches this.
         self._next = NextLoad()
-        #: A load that goes on although nobody wants more of it, and since when that is known.
-        self._late: tuple[LoadJob, float] | None = None
-        #: The same one once that is for too long; it was told of then.
-        self._stuck: LoadJob | None = None
+        self._watch = StuckWatch()
         #: What the thread moves bytes with, for people.
         self._engine = ""
         self._told_plain = False
-        #: What :meth:`release` may release. Taken back before its load is let go of.
-        self._held: _Held | None = None
-        #: Seconds per byte of loads by layer that ended well.
-        self._pace = Recent()
+        self._releases = Releases(self._ready, self._queue, answers, settings, clock)
         #: Loads that may have been released.
         self.in_use = LoadsInUse()
 
@@ -147,7 +127,7 @@ class Loader:
             cuts = cut(chunks, self._shape, chunks * self._shape.nbytes if whole else self._settings.piece_bytes)
             now = self._clock()
             with self._ready:
-                stuck = self._stuck is not None and self._queue.overdue(now) is self._stuck
+                stuck = self._watch.stuck is not None and self._queue.overdue(now) is self._watch.stuck
                 if not stuck:
                     self._queue.add(op, fence, cuts, now)
                     self._set_brake()
@@ -182,32 +162,11 @@ class Loader:
 
     def release(self, computing: int, outlook: Outlook) -> None:
         """A step of so many requests ends: let a request go on whose load is under way, if that is due."""
-        held = self._held
-        if held is None:
-            return
-        progress = self._progress(held)
-        if progress is None or not is_due(progress, self._settings.release_after, computing, outlook):
-            return
-        with self._ready:
-            if self._held is held and self._queue.release(held.job):
-                self._held = None
-                # Before anybody can see its end, which would be told as one of a load that was not released.
-                self._answers.load_released(held.job.op)
-
-    def _progress(self, held: _Held) -> Progress | None:
-        try:
-            done = held.load.layers_done()
-        except BaseException as error:  # noqa: BLE001 - a plugin's code; the loader's thread hears and tells of it
-            pass_interrupt(error)
-            return None
-        with self._ready:
-            pace = self._pace.median
-        usual = None if pace is None else pace * held.layer_bytes
-        return Progress(done, self._settings.num_layers, self._clock() - held.began, usual)
+        self._releases.release(computing, outlook)
 
     def poll(self) -> None:
         """Answer for what is past its deadline, or has nobody left to work on it."""
-        if self._queue.is_empty and self._late is None:
+        if self._queue.is_empty and self._watch.is_idle:
             return  # only this thread adds loads, so there are none
         now = self._clock()
         with self._ready:
@@ -215,37 +174,9 @@ class Loader:
             self._set_brake()
             if self._helper.has_died:
                 ended += self._abandon("the thread that loads ended")
-            stuck = self._watch(self._queue.overdue(now), now)
-            if stuck is not None:
+            if self._watch.look(self._queue.overdue(now), now, self._engine):
                 ended += self._queue.end_waiting(_BEHIND)
-                self._tell_stuck(stuck, now)
         self._deliver(ended)
-
-    def _watch(self, late: LoadJob | None, now: float) -> LoadJob | None:
-        """What was asked to stop and goes on, once; not what is only now seen to be late."""
-        if late is None:
-            self._late = self._stuck = None
-        elif self._late is None or self._late[0] is not late:
-            self._late, self._stuck = (late, now), None
-        elif now - self._late[1] >= _GRACE and self._stuck is None:
-            self._stuck = late
-            return late
-        return None
-
-    def _tell_stuck(self, late: LoadJob, now: float) -> None:
-        self._log.error(
-            "maru.load_stuck",
-            engine=self._engine,
-            request=late.op.request_id,
-            key=late.op.keys[late.good].hex(),
-            objects_done=late.good,
-            of=len(late.op.keys),
-            seconds=round(now - late.arrived, 2),
-            effect="a call was told to stop and has not returned; blocks that it may write to stay reserved, and hits "
-            "are computed, until it does",
-            remedy="look at the device and at the memory of the pool; if it does not return, restart this engine, with "
-            "another maru_transfer_engine or, where it is slow and not stuck, a longer maru_load_timeout",
-        )
 
     def close(self, timeout: float = 2.0) -> bool:
         """End the thread; whether it ended in time. What was not loaded is answered as failed."""
@@ -268,10 +199,8 @@ class Loader:
 
     def _set_brake(self) -> None:
         self._brake.pull = self._queue.pull(self._clock())
-        held = self._held
-        if held is not None and self._brake.pull is Pull.STOP:
-            self._held = None
-            stop(held.load)
+        if self._brake.pull is Pull.STOP:
+            self._releases.stop()
 
     def _is_released(self, load_id: int) -> bool:
         with self._ready:
@@ -387,53 +316,28 @@ class Loader:
         with closing(planned.load), located.reading(), self._copying(job) as allowed:
             if not allowed:
                 return 0, 0
-            began, nbytes = self._clock(), planned.count * self._shape.nbytes / self._shape.objects
+            began, nbytes = self._clock(), planned.count * self._shape.nbytes // self._shape.objects
             # First, so that the bus waits for nothing that can be done meanwhile.
             load = planned.load.begin()
-            held = _Held(job, load, began, nbytes / self._settings.num_layers)
             self.in_use.begin(job.op, load)
+            underway = Underway(job, load, began, nbytes)
             sound = True
             try:
-                sound = self._follow(held, share(beside, located.check))
+                sound = self._releases.follow(underway, share(beside, located.check))
                 if sound:
                     self._plan_ahead(job, link, beside)
             finally:
                 try:
                     load.finish()
-                    with self._ready:
-                        self._pace.add((self._clock() - began) / nbytes)
+                    self._releases.arrived(underway)
                 except TransferError:
                     if sound:
                         raise
                 finally:
-                    with self._ready:
-                        self._held = None
+                    self._releases.ended()
         if not sound:  # what comes before the first that is not sound may be used
             return self._move_plainly(job, link, beside)
         return planned.count, leading(located.verify())
-
-    def _follow(self, held: _Held, checking: Future[list[bool]]) -> bool:
-        """Until the request may go on: enough layers are there. Whether its objects are sound, as far as is known."""
-        job, load = held.job, held.load
-        while load.layers_done() < self._settings.release_after or not checking.done():
-            if job.cancelled or job.expires <= self._clock():
-                load.cancel()
-                return True
-            time.sleep(_LOOK)
-        if not all(checking.result()):
-            load.cancel()
-            return False
-        with self._ready:
-            if self._settings.spares_decodes:
-                self._held = held
-                self._set_brake()
-                return True
-            released = self._queue.release(job)
-        if released:
-            self._answers.load_released(job.op)
-        else:
-            load.cancel()
-        return True
 
     def _copying(self, job: LoadJob) -> AbstractContextManager[bool]:
         return on_lane(self._lane, job.fence, partial(self._begin_copy, job), partial(self._end_copy, job))

@@ -46,7 +46,7 @@ class Holding:
     def hold(self, load_id: int = 1, *numbers: int, **fields: float) -> LoadOp:
         op = self.world.load(load_id, *(numbers or (1, 2)), overlap=True, **fields)
         self.loader.submit([op])
-        eventually(lambda: self.loader._held is not None)
+        eventually(lambda: self.loader._releases._held is not None)
         self.world.now += 1
         self.step(SHORT)
         assert not self.world.received, "held"
@@ -123,7 +123,7 @@ def test_one_that_fails_was_never_released(holding: Holding) -> None:
 def test_one_that_does_not_say_how_far_it_is_is_not_released(holding: Holding) -> None:
     world = holding.world
     holding.hold()
-    held = holding.loader._held
+    held = holding.loader._releases._held
     assert held is not None
 
     def fails() -> int:
@@ -157,7 +157,7 @@ def test_one_that_is_cancelled_just_before_it_is_held_stops(holding: Holding) ->
 
     class Late:
         def __enter__(self) -> None:
-            if loader._held is None and world.pace.calls and threading.current_thread().name == "maru-load":
+            if loader._releases._held is None and world.pace.calls and threading.current_thread().name == "maru-load":
                 with ready:
                     loader._queue.cancel([1])
             ready.__enter__()
@@ -168,10 +168,10 @@ def test_one_that_is_cancelled_just_before_it_is_held_stops(holding: Holding) ->
         def __getattr__(self, name: str) -> object:
             return getattr(ready, name)
 
-    loader._ready = Late()  # type: ignore[assignment]
+    loader._ready = loader._releases._lock = Late()  # type: ignore[assignment]
     loader.submit([op])
     eventually(lambda: any(underway.load._cancelled for underway in loader.in_use._loads.values()))  # type: ignore[attr-defined]
-    loader._ready = ready
+    loader._ready = loader._releases._lock = ready
     holding.step(LONG, 0)
     assert not world.received
     holding.gate.set()
@@ -198,7 +198,7 @@ def test_the_load_behind_it_begins_when_it_ends_and_is_held_for_itself(holding: 
     holding.gate.set()
     world.until(loads=1, poll=lambda: loader.release(1, SHORT))
     world.until(loads=2, poll=lambda: loader.release(1, SHORT))
-    assert loader._held is None
+    assert loader._releases._held is None
     assert sorted(world.received) == ["r1", "r2"]
     assert world.heard.loads == [LoadResult(1, 2), LoadResult(2, 2)]
 
@@ -238,7 +238,7 @@ def test_without_it_a_load_is_released_at_once_by_its_own_thread() -> None:
     try:
         loader.submit([world.load(1, 1, 2, overlap=True)])
         eventually(lambda: world.take() or world.received)
-        assert loader._held is None
+        assert loader._releases._held is None
         assert not world.heard.loads
     finally:
         holding.gate.set()
@@ -257,7 +257,7 @@ def test_in_an_engine_a_hit_beside_a_request_that_decodes_is_held_and_one_alone_
         assert worker is not None
         assert worker._loader is not None
         # Loads seem to be so slow that one that stalls is no slower than expected.
-        worker._loader._pace = slow = Recent()
+        worker._loader._releases._pace = slow = Recent()
         slow.add(1e3)
         released: list[str] = []
         release = answers.load_released
@@ -268,7 +268,7 @@ def test_in_an_engine_a_hit_beside_a_request_that_decodes_is_held_and_one_alone_
         pace.pause = lambda: [None, next(turns) % LAYERS and gate.wait(NEVER)][0]
         worker._rhythm.outlook = SHORT
         engine.add("held", hits[0], max_tokens=3)
-        until(engine, lambda: worker._loader._held is not None)
+        until(engine, lambda: worker._loader._releases._held is not None)
         for _ in range(5):
             before = len(engine.answers["decodes"])
             output = engine.step()
@@ -285,7 +285,7 @@ def test_in_an_engine_a_hit_beside_a_request_that_decodes_is_held_and_one_alone_
         output = engine.step()
         assert output.kv_connector_metadata.computing == 0
         worker._rhythm.outlook = SHORT
-        worker._loader._pace = slow = Recent()
+        worker._loader._releases._pace = slow = Recent()
         slow.add(1e3)
         engine.add("alone", hits[1], max_tokens=3)
         until(engine, lambda: released)

@@ -385,7 +385,7 @@ def test_lives_in_which_copies_hang(
     engine_on: EngineOn, monkeypatch: pytest.MonkeyPatch, seed: int, layerwise: bool, ahead: bool
 ) -> None:
     """For a few steps at a time, at any layer of any copy, while blocks are short: right answers, and right bytes."""
-    monkeypatch.setattr("maru_integrations.vllm.loader._GRACE", 0.01)
+    monkeypatch.setattr("maru_integrations.vllm.stuck._GRACE", 0.01)
     rng, moods, store = random.Random(seed), random.Random(f"{seed} {layerwise}"), FakeStore()
     pace = Pace(pause=sleeping(lambda: moods.choice([0.05, 0.15]) if moods.random() < 0.15 else 0))
     texts = make_texts(rng)
