@@ -18,6 +18,7 @@ class Transfer(Protocol):
     def load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
         """Objects to pages: writes exactly the slots of ``[first, last)`` of each copy, for every plane and layer.
 
+        A slot that holds its bytes already holds them throughout: somebody may be reading it.
         Ordered before everything the calling thread's device stream runs later; returns when ``buffer`` may be
         reused. Raises TransferError and leaves the slots undefined.
         """
@@ -122,7 +123,8 @@ class LayeredLoad(Protocol):
     """A load under way whose layers arrive in true layer order. Every method may be called from any thread.
 
     Whoever began it calls :meth:`finish`, also after an error or :meth:`cancel`: until then buffers are being read and
-    pages written. A load that failed or was cancelled leaves the slots of all of its layers undefined.
+    pages written. A layer that has arrived is not touched any more; a load that failed or was cancelled leaves the
+    slots of all others undefined.
     """
 
     def layers_done(self) -> int:

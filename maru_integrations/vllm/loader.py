@@ -60,11 +60,12 @@ class LoaderSettings:
 class Loader:
     """Owns the link's loading transfer. All methods are for vLLM's thread.
 
-    None but ``cancel``, ``drain`` and ``settle`` blocks, for loads that were released, and ``close``.
+    None but ``cancel``, ``drain``, ``wait_layer`` and ``settle`` blocks, for loads that were released, and ``close``.
 
     Invariants: every load that was submitted is answered once, as good only as far as its bytes were proven after the
-    copy; none is answered while its pages may still be written to. A call that does not return has the thread and its
-    transfer to itself until it does: meanwhile all other loads fail at once.
+    copy; none is answered while its pages may still be written to. One that fails after its release, and that somebody
+    wants, is copied once more before it is answered. A call that does not return has the thread and its transfer to
+    itself until it does: meanwhile all other loads fail at once.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Loader:
         self._told_plain = False
         self._releases = Releases(self._ready, self._queue, answers, settings, clock)
         #: Loads that may have been released.
-        self.in_use = LoadsInUse()
+        self.in_use = LoadsInUse(lane.queues)
 
     # -- on vLLM's thread ------------------------------------------------------------------------------------------
 
@@ -149,15 +150,18 @@ class Loader:
             self._set_brake()
         self._deliver(ended)
         # A load that is not released yet will not be any more, and its blocks stay until it was answered.
-        self._drain(lambda op: op.load_id in load_ids)
+        self._drain(load_ids)
 
     def drain(self, request_ids: Collection[str]) -> None:
         """Before this returns, no released load writes to blocks of these requests any more."""
-        if request_ids:
-            self._drain(lambda op: op.request_id in request_ids)
+        if not request_ids:
+            return
+        with self._ready:
+            jobs = [job for job in self._queue.jobs if job.released and job.op.request_id in request_ids]
+        self.cancel([job.op.load_id for job in jobs])
 
-    def _drain(self, unwanted: Callable[[LoadOp], bool]) -> None:
-        while not self.in_use.drain(lambda op: unwanted(op) and self._is_released(op.load_id), _PATIENCE):
+    def _drain(self, load_ids: Collection[int]) -> None:
+        while not self.in_use.drain(lambda op: op.load_id in load_ids and self._is_released(op.load_id), _PATIENCE):
             self.poll()  # which tells of a load that does not stop, and ends what nobody works on any more
 
     def release(self, computing: int, outlook: Outlook) -> None:
@@ -189,10 +193,22 @@ class Loader:
         self.in_use.stop()
         return self._helper.join(timeout)
 
-    def settle(self) -> None:
-        """Before this returns, every load that the step's forward pass may have read has ended and been answered."""
+    def wait_layer(self, layer: int) -> None:
+        """What the calling thread's stream runs later comes after that layer of all loads in use.
+
+        One that failed is waited for as a whole, with its repetition: what it then lacks was answered as failed.
+        """
+        while not self.in_use.wait_layer(layer, _PATIENCE):
+            self.poll()
+
+    def settle(self) -> list[LoadOp]:
+        """Before this returns, every load that the step's forward pass may have read has ended and been answered.
+
+        Returns those of which it may have read what was not there, although they may be answered as good.
+        """
         while not self.in_use.settle(_PATIENCE):
             self.poll()
+        return self.in_use.take_undefined()
 
     def _early(self, op: LoadOp) -> bool:
         return op.overlap and self._settings.releases_early
@@ -289,7 +305,13 @@ class Loader:
         self._engine = link.name
         if self._early(job.op):
             if isinstance(link.transfer, LoadsByLayer):
-                return self._move_by_layer(job, link, beside)
+                try:
+                    return self._move_by_layer(job, link, beside)
+                except BaseException as error:
+                    why = show(error)
+                    if not self._must_repeat(job):
+                        raise
+                return self._repeat(job, link, beside, why)
             if not self._told_plain:
                 self._told_plain = True
                 self._log.warning(
@@ -297,6 +319,18 @@ class Loader:
                     reason=f"the transfer engine ({type(link.transfer).__name__}) does not load layer by layer",
                     effect="requests go on when all layers are there",
                 )
+        return self._move_plainly(job, link, beside)
+
+    def _must_repeat(self, job: LoadJob) -> bool:
+        with self._ready:
+            return job.released and self._queue.wants(job)
+
+    def _repeat(self, job: LoadJob, link: Link, beside: ThreadPoolExecutor, why: str) -> tuple[int, int]:
+        """Somebody computes on it already: write every byte again, which changes none that had arrived."""
+        self.in_use.repeat(job.op.load_id)
+        self._log.warning(
+            "maru.load_repeated", request=job.op.request_id, error=why, effect="the step that reads it waits for that"
+        )
         return self._move_plainly(job, link, beside)
 
     def _move_plainly(self, job: LoadJob, link: Link, beside: ThreadPoolExecutor) -> tuple[int, int]:

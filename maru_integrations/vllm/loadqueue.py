@@ -39,7 +39,8 @@ class LoadJob:
     """One load. ``cuts`` are the ends of its pieces, in objects from its first; all before ``good`` are proven.
 
     ``fence`` is what its copies come after; ``wait`` is that of vLLM's thread, which hears of an end once per step.
-    ``released``: its request was reported before all of it is there.
+    ``released``: its request was reported before all of it is there. From then on it has no deadline: steps wait for
+    it, and vLLM may be unable to take back what is computed on one that is given up.
     """
 
     op: LoadOp
@@ -130,7 +131,7 @@ class LoadQueue:
     def following(self, job: LoadJob) -> LoadJob | None:
         """The load that will be taken after ``job`` if nothing happens until that has ended."""
         short = next((other for other in self._jobs if other is not job and other.pieces_left == 1), None)
-        if short is not None and job.pieces_left > 1:
+        if short is not None and self._may_yield(job):
             return short  # the job will yield to it
         return next((other for other in self._jobs if other is not job), None)
 
@@ -138,7 +139,7 @@ class LoadQueue:
         """Whether its pages may be written to now; not when the load has ended, was cancelled or is too late."""
         if job.phase is Phase.ENDED:
             return False, []
-        reason = self._over(job, now)
+        reason = self._unwanted(job, now)
         if reason:
             return False, [self._end(job, reason)]
         job.phase = Phase.COPYING
@@ -154,9 +155,9 @@ class LoadQueue:
         job = next((job for job in self._jobs if job.phase is Phase.COPYING), None)
         if job is None:
             return Pull.GO_ON
-        if self._over(job, now):
+        if self._unwanted(job, now):
             return Pull.STOP
-        if job.pieces_left > 1 and any(other.pieces_left == 1 for other in self._jobs if other is not job):
+        if self._may_yield(job) and any(other.pieces_left == 1 for other in self._jobs if other is not job):
             return Pull.YIELD
         return Pull.GO_ON
 
@@ -174,14 +175,14 @@ class LoadQueue:
         job.good += good
         if good < tried or why:
             # What was stopped on purpose says nothing against its objects.
-            reason = (self._over(job, now) or reason) if why else ""
+            reason = (self._unwanted(job, now) or reason) if why else ""
             return [self._end(job, reason, why or "what was copied is not what was granted")]
         if not job.rest:
             return [self._end(job)]
-        over = self._over(job, now)
-        if over:
-            return [self._end(job, over)]
-        if not tried:  # it would be asked again and again
+        unwanted = self._unwanted(job, now)
+        if unwanted:
+            return [self._end(job, unwanted)]
+        if not tried or job.released:  # it would be asked again and again; and nobody can wait for another turn
             return [self._end(job, "", "the transfer stopped although nobody asked it to")]
         job.phase = Phase.WAITING
         return []
@@ -192,6 +193,10 @@ class LoadQueue:
             return False
         job.released = True
         return True
+
+    def wants(self, job: LoadJob) -> bool:
+        """Whether somebody waits for a load that was released."""
+        return job.phase is not Phase.ENDED and not job.cancelled
 
     def cancel(self, load_ids: Collection[int]) -> list[Ended]:
         """Nobody waits for these any more. One that is being copied ends soon."""
@@ -212,13 +217,16 @@ class LoadQueue:
 
     def expire(self, now: float) -> list[Ended]:
         """Loads whose deadline has passed; one that is being copied ends soon."""
-        late = [job for job in self._jobs if job.expires <= now and job.phase is not Phase.COPYING]
-        return [self._end(job, self._over(job, now)) for job in late]
+        reasons = [(job, self._unwanted(job, now)) for job in self._jobs if job.phase is not Phase.COPYING]
+        return [self._end(job, reason) for job, reason in reasons if reason]
 
     def overdue(self, now: float) -> LoadJob | None:
-        """The load that is being worked on although nobody wants more of it. It has ended unless it is being copied."""
+        """The load that is being worked on although nobody wants more of it, or not this late.
+
+        It has ended unless it is being copied or was released.
+        """
         job = self._working
-        return job if job is not None and self._over(job, now) else None
+        return job if job is not None and (job.cancelled or job.expires <= now) else None
 
     def end_waiting(self, why: str) -> list[Ended]:
         """End everything but what is being copied: its turn will not come in time."""
@@ -229,10 +237,14 @@ class LoadQueue:
         self._working = None
         return [self._end(job, reason, why) for job in self.jobs]
 
-    def _over(self, job: LoadJob, now: float) -> str:
+    @staticmethod
+    def _may_yield(job: LoadJob) -> bool:
+        return job.pieces_left > 1 and not job.released
+
+    def _unwanted(self, job: LoadJob, now: float) -> str:
         if job.cancelled:
             return CANCELLED
-        return LATE if job.expires <= now else ""
+        return LATE if job.expires <= now and not job.released else ""
 
     def _end(self, job: LoadJob, reason: str = "", why: str = "") -> Ended:
         job.phase = Phase.ENDED

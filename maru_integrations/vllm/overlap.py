@@ -3,6 +3,9 @@
 A load is *released* when enough of its layers are there and its request was reported as received. vLLM takes note of
 that with a later step; from then on any request may read those blocks (they are in vLLM's prefix cache), so every step
 waits, layer by layer, for every load that is in use and has not ended.
+
+One that fails then is copied once more, as a whole, and the step goes on when that has ended: with asynchronous
+scheduling vLLM cannot take back what is computed on a load that failed.
 """
 
 from __future__ import annotations
@@ -24,15 +27,25 @@ class _Underway:
     load: LayeredLoad
     #: vLLM has been told, and has taken note.
     in_use: bool = False
+    #: Its layers failed, and it is copied once more.
+    repeated: bool = False
     ended: threading.Event = field(factory=threading.Event)
 
 
 class LoadsInUse:
-    """Shared by the loader thread (:meth:`begin`, :meth:`end`) and vLLM's thread (the rest)."""
+    """Shared by the loader thread (:meth:`begin`, :meth:`repeat`, :meth:`end`) and vLLM's thread (the rest).
 
-    def __init__(self) -> None:
+    Invariant: whatever a step reads of a load in use was written by a copy that ended well, or its blocks are reported
+    as failed with that step.
+    """
+
+    def __init__(self, queues: bool = False) -> None:
+        """``queues``: of the :class:`maru_integrations.vllm.streams.Lane` of the loads."""
         self._lock = threading.Lock()
         self._loads: dict[int, _Underway] = {}
+        self._queues = queues
+        #: Where work is queued: loads behind a layer of which this step has queued something.
+        self._behind: dict[int, _Underway] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -43,6 +56,16 @@ class LoadsInUse:
         """A load is under way."""
         with self._lock:
             self._loads[op.load_id] = _Underway(op, load)
+
+    def repeat(self, load_id: int) -> None:
+        """Its layers failed, which ones is not known, and nothing is under way any more; it will be copied again.
+
+        Ignores loads that have ended meanwhile.
+        """
+        with self._lock:
+            underway = self._loads.get(load_id)
+            if underway is not None:
+                underway.repeated = True
 
     def end(self, load_id: int) -> None:
         """It touches no page any more, and it has been answered. Ignores loads that are not under way."""
@@ -62,20 +85,24 @@ class LoadsInUse:
         """Loads whose blocks a step may read while they still arrive."""
         return [underway.op for underway in self._in_use()]
 
-    def wait_layer(self, layer: int) -> list[LoadOp]:
-        """What the calling thread's stream runs later comes after that layer of all loads in use but the returned ones.
+    def wait_layer(self, layer: int, timeout: float) -> bool:
+        """What the calling thread's stream runs later comes after that layer of all loads in use.
 
-        Those could not be waited for, so what is read of them now is undefined, however they end. Whatever a load
-        raises, the others are waited for.
+        One that raises is waited for until it has ended, copied again or not, and been answered; whatever it raises,
+        the others are waited for. Whether that is so after ``timeout`` seconds; it returns when one load takes that
+        long. May be asked again.
         """
-        unread = []
+        failed = []
         for underway in self._in_use():
             try:
                 underway.load.wait_layer(layer)
             except BaseException as error:  # noqa: BLE001 - a plugin's code, see pass_interrupt
                 pass_interrupt(error)
-                unread.append(underway.op)
-        return unread
+                failed.append(underway)
+            else:
+                if self._queues:
+                    self._behind[underway.op.load_id] = underway
+        return all(underway.ended.wait(timeout) for underway in failed)
 
     def settle(self, timeout: float) -> bool:
         """Wait until every load in use has ended and been answered: only then is it known what a step has read.
@@ -83,6 +110,16 @@ class LoadsInUse:
         Whether that is so after ``timeout`` seconds; it returns when one load takes that long.
         """
         return all(underway.ended.wait(timeout) for underway in self._in_use())
+
+    def take_undefined(self) -> list[LoadOp]:
+        """Loads that the step may have read before they were there, however they ended. Ask when it has settled.
+
+        Something was queued behind layers that failed later: it has run, or will, whatever was copied again since.
+        """
+        if not self._behind:
+            return []
+        behind, self._behind = self._behind, {}
+        return [underway.op for underway in behind.values() if underway.repeated]
 
     def drain(self, unwanted: Callable[[LoadOp], bool], timeout: float) -> bool:
         """Stop these loads and wait until none of their pages is written to: the blocks are somebody else's next.

@@ -14,7 +14,15 @@ from typing import Any, Protocol
 
 
 class Lane(Protocol):
-    """Where one background thread runs its copies."""
+    """Where one background thread runs its copies.
+
+    ``queues``: whether work is queued and runs later, so that what was ordered behind a copy may run although that
+    failed; where it does not, what was waited for is there.
+    """
+
+    @property
+    def queues(self) -> bool:
+        """See above."""
 
     def fence(self) -> Any:
         """A point in time on the *calling* thread's current stream: after everything that was queued there by now.
@@ -39,6 +47,8 @@ class Lane(Protocol):
 class HostLane:
     """Pages in host memory: copies happen when they are called, and so does what vLLM computes."""
 
+    queues = False
+
     def fence(self) -> Any:
         """Nothing is queued."""
         return None
@@ -60,6 +70,8 @@ class HostLane:
 
 class DeviceLane:
     """Pages on a CUDA device. torch is used only from the first call on, never when this is made."""
+
+    queues = True
 
     def __init__(self, device: Any) -> None:
         self._device = device

@@ -114,8 +114,6 @@ class MaruWorker:
         self._distrusted_steps = 0
         #: Loads that this step's forward pass reads layer by layer while they arrive.
         self._read_early: list[LoadOp] = []
-        #: Loads, by id, that this step's forward pass read although it could not wait for them.
-        self._read_undefined: dict[int, LoadOp] = {}
         #: Asynchronous stores of a step whose ``wait_for_save`` has not come (0.22 leaves it out of empty steps).
         self._announced: list[StoreOp] = []
         self._weights_epoch = 0
@@ -230,8 +228,7 @@ class MaruWorker:
         if self._loader is None or self._loader.in_use.is_empty:
             return
         start = time.monotonic()
-        for op in self._loader.in_use.wait_layer(layer):
-            self._read_undefined[op.load_id] = op
+        self._loader.wait_layer(layer)
         self._rhythm.waited(time.monotonic() - start)
 
     def _failed_late(self) -> None:
@@ -272,10 +269,9 @@ class MaruWorker:
                 effect="what was loaded while this step ran counts as failed; requests wait for all layers from now on",
             )
             self._distrust(arriving)
-        undefined, self._read_undefined = self._read_undefined, {}
+        undefined = self._loader.settle()
         if undefined:
-            self._distrust(list(undefined.values()))
-        self._loader.settle()
+            self._distrust(undefined)
 
     def _distrust(self, read: Sequence[LoadOp]) -> None:
         """The step read these before they were there, if they ever will be."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from attrs import define, field
 
+from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy
 from tests.waiting import NEVER
 
@@ -83,6 +84,7 @@ class FakeLane:
     device: Device
     broken: str = ""
     stream: Stream = field(factory=lambda: Stream("lane"))
+    queues = True
 
     def fence(self) -> Event:
         return self.device.record()
@@ -106,11 +108,13 @@ class QueuedTransfer:
     """Implements Transfer and LoadsByLayer with work on the calling thread's current stream, as on a GPU.
 
     A load has read its buffers when it returns, as through staging memory, and its pages are written when the stream
-    gets there. A chunk is one block; layer ``n`` of an object is its byte ``n``.
+    gets there. A chunk is one block; layer ``n`` of an object is its byte ``n``. ``lost``: the first layer that does
+    not arrive of loads by layer, as is known when they end.
     """
 
     device: Device
     broken: str = ""
+    lost: int | None = None
 
     def load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> None:
         for layer in range(len(self.device.pages)):
@@ -138,9 +142,10 @@ class QueuedTransfer:
     def begin_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> QueuedLoad:
         events = []
         for layer in range(len(self.device.pages)):
-            self._load_layer(block_ids, copies, layer)
+            if self.lost is None or layer < self.lost:
+                self._load_layer(block_ids, copies, layer)
             events.append(self.device.record())
-        return QueuedLoad(self.device, self.device.current, events, self.broken)
+        return QueuedLoad(self.device, self.device.current, events, self.broken, self.lost is not None)
 
     def close(self) -> None:
         pass
@@ -154,19 +159,27 @@ class QueuedLoad:
     stream: Stream
     events: list[Event]
     broken: str
+    fails: bool = False
     may_finish: threading.Event = field(factory=threading.Event)
 
+    def _check(self) -> None:
+        if self.fails and self.may_finish.is_set():
+            raise TransferError("injected")
+
     def layers_done(self) -> int:
+        self._check()
         self.device.reach(self.stream, self.events[0])
         return sum(event.passed for event in self.events)
 
     def wait_layer(self, layer: int) -> None:
+        self._check()
         if self.broken != "wait_layer":
             self.device.queue(self.events[layer])
 
     def finish(self) -> None:
         assert self.may_finish.wait(NEVER)
         self.device.reach(self.stream)
+        self._check()
 
     def cancel(self) -> None:
         self.may_finish.set()

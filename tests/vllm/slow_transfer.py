@@ -24,11 +24,14 @@ class Pace:
     """How the transfers of one engine behave; shared, so that a test can turn the knobs while they work.
 
     ``pause``: called before each layer of each copy, to sleep or to wait. ``failures``: errors that the next calls
-    raise after half of the work. ``calls``: what was begun and what ended, in order.
+    raise after half of the work, loads by layer at layer ``at`` (``None``: the last), when the slots of that and all
+    later layers hold garbage. ``whole``: other loads fail, too. ``calls``: what was begun and what ended, in order.
     """
 
     pause: Callable[[], None] = lambda: None
     failures: list[BaseException] = field(factory=list)
+    at: int | None = None
+    whole: bool = True
     calls: list[str] = field(factory=list)
 
 
@@ -72,13 +75,21 @@ class SlowTransfer:
         assert self._busy.acquire(blocking=False), "a transfer is used by one thread at a time"
         self.pace.calls.append(f"{what} begins")
         try:
-            yield self._failure()
+            yield self._failure() if self.pace.whole or what == "store" else None
         finally:
             self._busy.release()
             self.pace.calls.append(f"{what} ends")
 
     def _failure(self) -> BaseException | None:
         return self.pace.failures.pop(0) if self.pace.failures else None
+
+    def spoil(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy], layers: range) -> None:
+        """Garbage in what these copies were to write of these layers."""
+        size = self.paged.block_size
+        for copy in copies:
+            for layer in layers:
+                for token in range(copy.first, copy.last):
+                    self.caches[layer][:, block_ids[token // size], token % size] = -1
 
     def move(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy], layer: int, *, store: bool) -> None:
         """One layer of every copy."""
@@ -205,9 +216,13 @@ class SlowLoad:
         transfer = self._transfer
         with transfer._busy:
             transfer.pace.calls.append("layers begin")
-            for layer in range(len(transfer.caches)):
+            layers = len(transfer.caches)
+            last = layers - 1 if transfer.pace.at is None else transfer.pace.at
+            for layer in range(layers):
                 transfer.pace.pause()
-                failed = self._failure is not None and layer == len(transfer.caches) - 1
+                failed = self._failure is not None and layer == last
+                if failed:
+                    transfer.spoil(self._blocks, self._copies, range(layer, layers))
                 if self._cancelled or failed:
                     with self._turn:
                         self._error = str(self._failure) if failed else "cancelled"

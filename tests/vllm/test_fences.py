@@ -220,6 +220,50 @@ def test_blocks_of_a_released_load_are_left_alone_before_a_step_may_reuse_them()
         world.close()
 
 
+@pytest.mark.parametrize("waited", range(LAYERS + 1))
+@pytest.mark.parametrize("lost", range(1, LAYERS))
+def test_what_was_queued_behind_layers_that_did_not_arrive_counts_as_failed_although_they_came_later(
+    lost: int, waited: int
+) -> None:
+    """``waited``: layers of which the step had queued something when the load failed. It is copied once more."""
+    world, seen = World(early=1), []
+    try:
+        world.step(lambda: world.attend(0, []))
+        op = world.stored(NEW)
+        world.transfer.lost = lost
+        world.received(loads=[op])
+
+        def forward() -> None:
+            for layer, name in enumerate(NAMES):
+                if layer == waited:
+                    world.loads[0].may_finish.set()
+                world.worker.wait_layer(name)
+                world.device.queue(lambda layer=layer: seen.append(world.device.pages[layer][1]))  # type: ignore[misc]
+                if layer < waited:
+                    world.ran()
+            world.loads[0].may_finish.set()
+
+        store = StoreOp("r1", [0], [key(9)], [bytes(32)], [2], store_id=5, asynchronous=True)
+        message = MaruConnectorMetadata(received=["r1"], stores=[store])
+        world.worker.begin(message, has_hooks=lambda: True)
+        forward()
+        world.worker.store(message)
+        world.ran()
+        world.worker.end()
+        world.answers.take_finished()
+        assert seen == [OLD if lost <= layer < waited else NEW for layer in range(LAYERS)]
+        assert world.answers.take_failed_blocks() == ({1} if waited else set())
+        assert [pages[1] for pages in world.device.pages] == [NEW] * LAYERS
+        answer = world.answers.take_metadata()
+        assert answer is not None
+        assert [result.good for result in answer.loads] == [1]
+        if waited:
+            assert [(result.store_id, result.kept) for result in answer.stored] == [(5, 0)]
+            assert key(9) not in world.store.objects
+    finally:
+        world.close()
+
+
 def test_a_step_that_runs_one_graph_waits_for_all_layers_first() -> None:
     world, seen = World(early=1), []
     try:

@@ -73,11 +73,13 @@ class Plain:
 class World:
     """A pool with objects 0, 1, … in which every byte is the object's number, and what the threads answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         self.store, self.pace, self.answers = FakeStore(), Pace(), Answers()
         self.handler = FakeHandler(self.store)
-        self.caches = [torch.zeros((2, BLOCKS, TOKENS, 1, HIDDEN), dtype=torch.int16) for _ in range(LAYERS)]
-        self.link = Link(self.handler, self.transfer(), STORED, self.transfer())  # type: ignore[arg-type]
+        self.paged, self.stored = evolve(PAGED, num_layers=layers), evolve(STORED, num_layers=layers)
+        self.shape = evolve(SHAPE, nbytes=self.stored.nbytes)
+        self.caches = [torch.zeros((2, BLOCKS, TOKENS, 1, HIDDEN), dtype=torch.int16) for _ in range(layers)]
+        self.link = Link(self.handler, self.transfer(), self.stored, self.transfer())  # type: ignore[arg-type]
         self.heard = MaruWorkerMetadata()
         self.sent: list[str] = []
         self.received: list[str] = []
@@ -87,7 +89,7 @@ class World:
         self.now = 1000.0
 
     def transfer(self) -> SlowTransfer:
-        return SlowTransfer(self.caches, PAGED, STORED, self.pace)
+        return SlowTransfer(self.caches, self.paged, self.stored, self.pace)
 
     def loader(self, **settings: Any) -> Loader:
         def late() -> None:
@@ -95,10 +97,10 @@ class World:
 
         return Loader(
             lambda: self.link,
-            SHAPE,
+            self.shape,
             self.answers,
             settings.pop("lane", None) or HostLane(),
-            LoaderSettings(num_layers=LAYERS, **settings),
+            LoaderSettings(num_layers=len(self.caches), **settings),
             late,
             lambda: self.now,
         )
@@ -106,7 +108,7 @@ class World:
     def saver(self, **settings: Any) -> Saver:
         return Saver(
             lambda: self.link,
-            SHAPE,
+            self.shape,
             self.answers,
             HostLane(),
             SaverSettings(1 << 20, **settings),
@@ -114,8 +116,8 @@ class World:
         )
 
     def put(self, number: int) -> None:
-        grants = self.handler.reserve([key(number)], STORED.nbytes, [bytes(32)], weights_epoch=0)
-        self.handler.room(grants, 0)[:] = bytes([number]) * STORED.nbytes
+        grants = self.handler.reserve([key(number)], self.stored.nbytes, [bytes(32)], weights_epoch=0)
+        self.handler.room(grants, 0)[:] = bytes([number]) * self.stored.nbytes
         self.handler.commit(grants, checksums=False)
 
     def load(self, load_id: int, *numbers: int, **fields: Any) -> LoadOp:
@@ -135,7 +137,7 @@ class World:
             blocks=numbers,
             entries=[item.entry for item in found],
             generations=[item.generation for item in found],
-            lengths=[STORED.nbytes] * len(found),
+            lengths=[self.stored.nbytes] * len(found),
             keys=[item.key for item in found],
             **fields,
         )
@@ -172,7 +174,7 @@ class World:
 
     def is_stored(self, number: int) -> bool:
         found = self.store.objects.get(key(number))
-        return found is not None and found.ready and bytes(found.data) == bytes([number]) * STORED.nbytes
+        return found is not None and found.ready and bytes(found.data) == bytes([number]) * self.stored.nbytes
 
 
 @pytest.fixture
@@ -608,7 +610,7 @@ def test_a_failure_after_the_release_is_never_silent(world: World) -> None:
     loader = world.loader(release_after=1)
     with closing(world, loader):
         op = world.load(1, 1, 2, overlap=True)
-        world.pace.failures.append(OSError("injected"))
+        world.pace.failures += [OSError("injected"), OSError("injected again")]
         loader.submit([op])
         eventually(lambda: world.take() or world.received)
         assert not world.heard.loads

@@ -206,6 +206,7 @@ class Loads(RuleBasedStateMachine):
             total = len(end.job.op.entries)
             assert end.good == self.proven[load_id], "what is called good was proven, and nothing that was is left out"
             assert end.good < total or not end.reason
+            assert end.reason != LATE or load_id not in self.released, "its request computes, however late it is"
             self.ended[load_id] = end
 
     @property
@@ -247,6 +248,7 @@ class Loads(RuleBasedStateMachine):
         allowed, ended = self.queue.begin_copy(self.current, self.now)
         self.heard(ended)
         assert not (allowed and gone)
+        assert allowed or gone or self.current.cancelled or self.current.op.load_id not in self.released
         if allowed:
             self.is_copying = True
         else:
@@ -263,6 +265,14 @@ class Loads(RuleBasedStateMachine):
         assert self.queue.release(self.current) is expected
         self.released |= {load_id} if expected else set()
 
+    @precondition(lambda self: self.is_copying and self.current.op.load_id in self.released)
+    @rule()
+    def fail(self) -> None:
+        """After its release: nothing is under way, and it will be copied again."""
+        assert self.current is not None
+        self.queue.end_copy(self.current)
+        self.is_copying = False
+
     @precondition(lambda self: self.is_copying)
     @rule(share=st.floats(0, 1), fails=st.booleans())
     def end(self, share: float, fails: bool) -> None:
@@ -271,10 +281,11 @@ class Loads(RuleBasedStateMachine):
         assert job is not None
         pull = self.queue.pull(self.now)
         waiting = [other for load_id, other in self.added.items() if load_id not in self.ended and other is not job]
-        if job.cancelled or job.expires <= self.now:
+        released = job.op.load_id in self.released
+        if job.cancelled or (job.expires <= self.now and not released):
             assert pull is Pull.STOP
         else:
-            short = any(other.pieces_left == 1 for other in waiting)
+            short = any(other.pieces_left == 1 for other in waiting) and not released
             assert (pull is Pull.YIELD) == (short and job.pieces_left > 1)
         least = {Pull.GO_ON: len(job.rest), Pull.YIELD: len(job.piece), Pull.STOP: 0}[pull]
         tried = least + round((len(job.rest) - least) * share)
@@ -285,6 +296,7 @@ class Loads(RuleBasedStateMachine):
         why = "injected" if good < tried else ""
         following = self.queue.following(job)
         self.heard(self.queue.moved(job, good, self.now, why=why, tried=tried))
+        assert job.op.load_id in self.ended or not released, "nobody can wait for another turn"
         if job.op.load_id in self.ended and pull is Pull.GO_ON:
             self.expected = following
         self.current = None
@@ -304,10 +316,10 @@ class Loads(RuleBasedStateMachine):
         self.heard(self.queue.cancel(data.draw(st.sets(st.sampled_from(sorted(self.added))))))
 
     @invariant()
-    def nothing_is_late_but_what_is_being_copied(self) -> None:
+    def nothing_is_late_but_what_is_being_copied_or_was_released(self) -> None:
         for load_id, job in self.added.items():
             if load_id not in self.ended and not math.isinf(job.expires) and job.expires <= self.now:
-                assert job.phase is Phase.COPYING
+                assert job.phase is Phase.COPYING or load_id in self.released
 
     def teardown(self) -> None:
         if self.is_copying:

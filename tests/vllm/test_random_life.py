@@ -145,8 +145,6 @@ def test_two_engines_that_plan_ahead(engine_on: Callable[..., Engine], seed: int
     """Asynchronous scheduling: every hit is parked, and what a step brings is seen one step later."""
     rng = random.Random(f"ahead {seed}")
     knobs = [{name: value for name, value in KNOBS.items() if rng.random() < 0.6} for _ in range(2)]
-    for extra in knobs:
-        extra.pop("maru_overlap_load_with_compute", None)
     check_two_lives(engine_on, seed, 0, knobs, threads, STEPS, ahead=True)
 
 

@@ -27,7 +27,7 @@ from maru_integrations.vllm.saver import SaverSettings
 from maru_integrations.vllm.streams import HostLane
 from maru_integrations.vllm.worker import Threads
 from tests.vllm.fake_store import FakeStore
-from tests.vllm.lives import check_answers, drop_lost, evict, lose, make_texts
+from tests.vllm.lives import check_answers, computes_on_loads, drop_lost, evict, lose, make_texts
 from tests.vllm.mini_engine import LAYERS, Engine, check_store
 from tests.vllm.slow_transfer import BrakedTransfer, Pace, SlowTransfer, sleeping
 from tests.vllm.steps import change_settings
@@ -65,7 +65,6 @@ def wild_engine(
     engine_on: EngineOn, store: FakeStore, knobs: dict[str, Any], pace: Pace, rng: random.Random
 ) -> Iterator[Engine]:
     """An engine of random size whose copies are late and fail as ``pace`` says."""
-    overlaps = "maru_overlap_load_with_compute" in knobs
     loads = LoaderSettings(
         piece_bytes=rng.choice([4096, 1 << 20]),
         release_after=knobs.get("maru_overlap_release_after_layers", 0),
@@ -89,9 +88,9 @@ def wild_engine(
         # Not by priority: vLLM may take blocks from a request that it has scheduled in the same step, and leaves those
         # in its prefix cache that the step was to fill.
         prefix_caching=rng.random() < 0.85,
-        # A load that fails after its release costs vLLM a token then.
-        ahead=not overlaps and rng.random() < 0.3,
+        ahead=rng.random() < 0.4,
     )
+    pace.whole = not computes_on_loads(engine)
     side = engine.side._scheduler
     assert side is not None
     change_settings(side, load_timeout=rng.choice([0.004, 0.05, 20]))
@@ -134,6 +133,11 @@ class WildLife:
         finish(engine, 60)
         return self.prompts
 
+    @property
+    def side(self) -> Any:
+        """Of the scheduler."""
+        return self.engine.side._scheduler
+
     def _arrive(self, step: int) -> None:
         """One request, or several that begin alike."""
         rng = self.rng
@@ -154,8 +158,7 @@ class WildLife:
         }
         if not requests or self.rng.random() > 0.3:
             return None
-        side = self.engine.side._scheduler
-        assert side is not None
+        side = self.side
         chosen = [
             name
             for name, request in requests.items()
@@ -188,7 +191,8 @@ class WildLife:
         elif dice < 0.12:
             store.up = True
         elif dice < 0.125:
-            store.epoch += 1
+            if not (computes_on_loads(engine) and self.side._loads):
+                store.epoch += 1
         elif dice < 0.128:
             engine.side.reset_cache()
         elif dice < 0.13:
@@ -223,6 +227,7 @@ def check_wild_life(engine_on: EngineOn, seed: object, steps: int = STEPS) -> in
     """One life; how many steps it had at least."""
     rng = random.Random(f"wild {seed}")
     store, pace = FakeStore(capacity=rng.choice([None, None, None, 20])), Pace(pause=sleeping(Steps(seed)))
+    pace.at = random.Random(f"at {seed}").choice([0, 1, 1, 1])
     texts = make_texts(rng)
     knobs = choose_knobs(rng)
     warm(engine_on, store, *texts, extra={"maru_use_layerwise": "maru_use_layerwise" in knobs})
