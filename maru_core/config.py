@@ -181,7 +181,7 @@ class MaruConfig:
         10.0,
         SECONDS_OR_NEVER,
         "Deadline of the load of one parked request, from when the worker hears of it; what is not there by then is "
-        "computed. 0: none.",
+        "computed. Not for a load whose request computes already (`maru_overlap_load_with_compute`). 0: none.",
         "seconds",
     )
     store_timeout: float = _setting(

@@ -241,9 +241,35 @@ def test_a_failure_in_the_middle_is_told_by_every_call_and_the_next_load_works(h
             waiter.join()
             with pytest.raises(TransferError, match="as the test wanted"):
                 call()
+        np.testing.assert_array_equal(target.memory, pages_after(CASE, "packed per head", source, range(2)))
         monkeypatch.setattr(transfer, "_load_layer", right)
         transfer.begin_load(CASE.block_ids, copies).finish()
     np.testing.assert_array_equal(target.memory, pages_after(CASE, "packed per head", source, range(SIZE.L)))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("how", WAYS, ids=lambda how: how.__name__)
+def test_slots_that_hold_their_bytes_keep_them_while_they_are_loaded_once_more(how, form):
+    """Somebody may be reading layers that had arrived before a load failed."""
+    source, target = CASE.engine("packed per head", 3), CASE.engine("packed per head", None)
+    copies, seen, over = copies_of(source, CASE, form, wrap), [], threading.Event()
+    with closing(how(layers_of(target), target.paged, stored_as(target, 8, form))) as transfer:
+        transfer.begin_load(CASE.block_ids, copies).finish()
+        want = target.memory.copy()
+
+        def read() -> None:
+            while not over.is_set():
+                seen.append(bool((target.memory == want).all()))
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        try:
+            while len(seen) < 300:
+                transfer.load(CASE.block_ids, copies)
+        finally:
+            over.set()
+            reader.join()
+    assert all(seen)
 
 
 @pytest.mark.parametrize("how", WAYS, ids=lambda how: how.__name__)
