@@ -142,9 +142,19 @@ class Loader:
         self._answers.load_ended(op, 0, failed_blocks(op, self._shape, 0), reason)
 
     def cancel(self, load_ids: Collection[int]) -> None:
-        """Nobody waits for these: stop soon. Those whose requests went on already are stopped before this returns."""
+        """Nobody waits for these: stop soon. Those whose requests went on already are stopped before this returns.
+
+        Their requests are gone, and no step has read those blocks; of requests that may have run ``drain`` comes first.
+        """
         if not load_ids:
             return
+        with self._ready:
+            for job in self._queue.jobs:
+                # vLLM keeps the blocks of one that was not released until it was answered.
+                job.unread |= job.op.load_id in load_ids and job.released and not job.cancelled
+        self._stop(load_ids)
+
+    def _stop(self, load_ids: Collection[int]) -> None:
         with self._ready:
             ended = self._queue.cancel(load_ids)
             self._set_brake()
@@ -158,7 +168,7 @@ class Loader:
             return
         with self._ready:
             jobs = [job for job in self._queue.jobs if job.released and job.op.request_id in request_ids]
-        self.cancel([job.op.load_id for job in jobs])
+        self._stop([job.op.load_id for job in jobs])
 
     def _drain(self, load_ids: Collection[int]) -> None:
         while not self.in_use.drain(lambda op: op.load_id in load_ids and self._is_released(op.load_id), _PATIENCE):
@@ -399,7 +409,7 @@ class Loader:
             elif self._settings.log_timing:
                 took = round((self._clock() - end.job.arrived) * 1000, 2)
                 self._log.info("maru.load", request=op.request_id, objects=end.good, ms=took, early=end.job.released)
-            self._answers.load_ended(op, end.good, failed, end.reason)
+            self._answers.load_ended(op, end.good, () if end.job.unread else failed, end.reason)
             self.in_use.end(op.load_id)
 
     def _tell_failure(self, op: LoadOp, end: Ended) -> None:

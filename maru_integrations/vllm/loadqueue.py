@@ -40,7 +40,8 @@ class LoadJob:
 
     ``fence`` is what its copies come after; ``wait`` is that of vLLM's thread, which hears of an end once per step.
     ``released``: its request was reported before all of it is there. From then on it has no deadline: steps wait for
-    it, and vLLM may be unable to take back what is computed on one that is given up.
+    it, and vLLM may be unable to take back what is computed on one that is given up. ``unread``: its request is gone
+    since, and no step has read its blocks or will: they may be somebody else's, who must not hear that they failed.
     """
 
     op: LoadOp
@@ -53,6 +54,7 @@ class LoadJob:
     phase: Phase = Phase.WAITING
     cancelled: bool = False
     released: bool = False
+    unread: bool = False
     overtaken: bool = False
 
     @property
@@ -229,8 +231,9 @@ class LoadQueue:
         return job if job is not None and (job.cancelled or job.expires <= now) else None
 
     def end_waiting(self, why: str) -> list[Ended]:
-        """End everything but what is being copied: its turn will not come in time."""
-        return [evolve(self._end(job, LATE), why=why) for job in self.jobs if job.phase is not Phase.COPYING]
+        """End everything but what is being copied, or was released: its turn will not come in time."""
+        waiting = [job for job in self.jobs if job.phase is not Phase.COPYING and not job.released]
+        return [evolve(self._end(job, LATE), why=why) for job in waiting]
 
     def end_all(self, reason: str, why: str) -> list[Ended]:
         """End everything; for when nobody works on it any more."""

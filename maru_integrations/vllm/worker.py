@@ -148,8 +148,9 @@ class MaruWorker:
         if self._saver is not None:
             self._saver.preempt(metadata.preempted)
         if self._loader is not None:
-            self._loader.cancel(metadata.cancelled_loads)
+            # First: somebody may share their blocks in this very step.
             self._loader.drain(metadata.preempted)
+            self._loader.cancel(metadata.cancelled_loads)
 
     def begin(self, metadata: MaruConnectorMetadata, has_hooks: Callable[[], bool]) -> None:
         """A step begins; ``has_hooks`` tells whether a hook will be called before each of its layers."""
