@@ -265,7 +265,7 @@ class HitTrace:
 
         loader = get_kv_transfer_group()._worker._loader
         releases = loader._releases
-        releases._when = evolve(releases._when, spares_decodes=spares)
+        releases._settings = evolve(releases._settings, spares_decodes=spares)
         self._maru_waits = watch = Watch()
         for name in ("wait_layer", "settle"):
             watch.around(LoadsInUse, name, lambda begin, _result, *_: watch.cost("wait", begin))

@@ -35,9 +35,10 @@ from maru_core.batches import Rooms
 from maru_core.geometry import ObjectLayout, PagedLayout, PlaneStrides
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape
-from maru_integrations.vllm.loader import Loader, LoaderSettings
+from maru_integrations.vllm.loader import Loader
 from maru_integrations.vllm.metadata import LoadOp
 from maru_integrations.vllm.moving import Link
+from maru_integrations.vllm.releasing import LoaderSettings
 from maru_integrations.vllm.streams import HostLane
 from maru_transfer.cuda_library import LOAD
 from maru_transfer.slices import Limits, Slicer

@@ -10,8 +10,6 @@ from contextlib import AbstractContextManager, closing
 from functools import partial
 from typing import Any
 
-from attrs import frozen
-
 from maru_core import logs
 from maru_core.brake import Brake, Pull
 from maru_core.contracts import LoadsByLayer, PreparedCopies, PreparedLayeredLoad
@@ -26,7 +24,7 @@ from maru_integrations.vllm.moving import Link, Planned, carry_out, leading, pla
 from maru_integrations.vllm.nextload import NextLoad, Plan
 from maru_integrations.vllm.overlap import LoadsInUse
 from maru_integrations.vllm.release import Outlook
-from maru_integrations.vllm.releasing import Releases, Underway
+from maru_integrations.vllm.releasing import LoaderSettings, Releases, Underway
 from maru_integrations.vllm.streams import Lane, on_lane
 from maru_integrations.vllm.stuck import StuckWatch
 from maru_transfer.helpers import share
@@ -36,25 +34,6 @@ _PATIENCE = 0.1
 
 #: Why a load is refused while another one is stuck.
 _BEHIND = "a load before it was told to stop and has not returned"
-
-
-@frozen
-class LoaderSettings:
-    """``piece_bytes``: a large load may be asked to yield after that. ``release_after``: layers; 0: never early.
-
-    ``spares_decodes``: with that many layers a load is released by :meth:`Loader.release` only, or by its end.
-    """
-
-    piece_bytes: int = 256 << 20
-    release_after: int = 0
-    spares_decodes: bool = False
-    num_layers: int = 0
-    log_timing: bool = False
-
-    @property
-    def releases_early(self) -> bool:
-        """Whether requests may go on before all of their layers are there."""
-        return 0 < self.release_after < self.num_layers
 
 
 class Loader:
@@ -148,19 +127,16 @@ class Loader:
         """
         if not load_ids:
             return
-        with self._ready:
-            for job in self._queue.jobs:
-                # vLLM keeps the blocks of one that was not released until it was answered.
-                job.unread |= job.op.load_id in load_ids and job.released and not job.cancelled
-        self._stop(load_ids)
+        self._stop(load_ids, unread=True)
 
-    def _stop(self, load_ids: Collection[int]) -> None:
+    def _stop(self, load_ids: Collection[int], *, unread: bool) -> None:
         with self._ready:
-            ended = self._queue.cancel(load_ids)
+            ended = self._queue.cancel(load_ids, unread=unread)
             self._set_brake()
         self._deliver(ended)
         # A load that is not released yet will not be any more, and its blocks stay until it was answered.
-        self._drain(load_ids)
+        while not self.in_use.drain(lambda op: op.load_id in load_ids and self._is_released(op.load_id), _PATIENCE):
+            self.poll()  # which tells of a load that does not stop, and ends what nobody works on any more
 
     def drain(self, request_ids: Collection[str]) -> None:
         """Before this returns, no released load writes to blocks of these requests any more."""
@@ -168,11 +144,7 @@ class Loader:
             return
         with self._ready:
             jobs = [job for job in self._queue.jobs if job.released and job.op.request_id in request_ids]
-        self._stop([job.op.load_id for job in jobs])
-
-    def _drain(self, load_ids: Collection[int]) -> None:
-        while not self.in_use.drain(lambda op: op.load_id in load_ids and self._is_released(op.load_id), _PATIENCE):
-            self.poll()  # which tells of a load that does not stop, and ends what nobody works on any more
+        self._stop([job.op.load_id for job in jobs], unread=False)
 
     def release(self, computing: int, outlook: Outlook) -> None:
         """A step of so many requests ends: let a request go on whose load is under way, if that is due."""

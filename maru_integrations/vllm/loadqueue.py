@@ -200,11 +200,13 @@ class LoadQueue:
         """Whether somebody waits for a load that was released."""
         return job.phase is not Phase.ENDED and not job.cancelled
 
-    def cancel(self, load_ids: Collection[int]) -> list[Ended]:
-        """Nobody waits for these any more. One that is being copied ends soon."""
+    def cancel(self, load_ids: Collection[int], *, unread: bool = False) -> list[Ended]:
+        """Nobody waits for these any more. One that is being copied ends soon. ``unread``: see :class:`LoadJob`."""
         ended = []
         for job in self.jobs:
             if job.op.load_id in load_ids:
+                # vLLM keeps the blocks of one that was not released until it was answered.
+                job.unread |= unread and job.released and not job.cancelled
                 job.cancelled = True
                 if job.phase is not Phase.COPYING:
                     ended.append(self._end(job, CANCELLED))

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
 
 from attrs import frozen
 
@@ -22,20 +21,23 @@ from maru_integrations.vllm.release import Outlook, Progress, Recent, is_due
 _LOOK = 0.0003
 
 
-class When(Protocol):
-    """Of :class:`maru_integrations.vllm.loader.LoaderSettings` what is needed here."""
+@frozen
+class LoaderSettings:
+    """``piece_bytes``: a large load may be asked to yield after that. ``release_after``: layers; 0: never early.
+
+    ``spares_decodes``: with that many layers a load is released by :meth:`Releases.release` only, or by its end.
+    """
+
+    piece_bytes: int = 256 << 20
+    release_after: int = 0
+    spares_decodes: bool = False
+    num_layers: int = 0
+    log_timing: bool = False
 
     @property
-    def release_after(self) -> int:
-        """Layers that must be there."""
-
-    @property
-    def spares_decodes(self) -> bool:
-        """Whether a load is released between steps only."""
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of every load."""
+    def releases_early(self) -> bool:
+        """Whether requests may go on before all of their layers are there."""
+        return 0 < self.release_after < self.num_layers
 
 
 @frozen(eq=False)
@@ -60,13 +62,13 @@ class Releases:
         lock: threading.Condition,
         queue: LoadQueue,
         answers: Answers,
-        when: When,
+        settings: LoaderSettings,
         clock: Callable[[], float],
     ) -> None:
         self._lock = lock
         self._queue = queue
         self._answers = answers
-        self._when = when
+        self._settings = settings
         self._clock = clock
         #: What :meth:`release` may release. Taken back before its load is let go of.
         self._held: Underway | None = None
@@ -81,7 +83,7 @@ class Releases:
         if held is None:
             return
         progress = self._progress(held)
-        if progress is None or not is_due(progress, self._when.release_after, computing, outlook):
+        if progress is None or not is_due(progress, self._settings.release_after, computing, outlook):
             return
         with self._lock:
             if self._held is held and self._queue.release(held.job):
@@ -97,7 +99,7 @@ class Releases:
             return None
         with self._lock:
             pace = self._pace.median
-        layers = self._when.num_layers
+        layers = self._settings.num_layers
         usual = None if pace is None else pace * held.nbytes / layers
         return Progress(done, layers, self._clock() - held.began, usual)
 
@@ -117,7 +119,7 @@ class Releases:
         ``checking``: what says so of each. Raises TransferError when the load fails before that.
         """
         job, load = underway.job, underway.load
-        while load.layers_done() < self._when.release_after or not checking.done():
+        while load.layers_done() < self._settings.release_after or not checking.done():
             if job.cancelled or job.expires <= self._clock():
                 load.cancel()
                 return True
@@ -126,7 +128,7 @@ class Releases:
             load.cancel()
             return False
         with self._lock:
-            if self._when.spares_decodes:
+            if self._settings.spares_decodes:
                 if self._queue.pull(self._clock()) is Pull.STOP:
                     stop(load)
                 else:

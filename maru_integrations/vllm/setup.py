@@ -23,8 +23,8 @@ from maru_integrations.vllm.cpu_isa import cpu_attention_isa
 from maru_integrations.vllm.engines import EngineChooser
 from maru_integrations.vllm.identity import namespace_of
 from maru_integrations.vllm.layout import describe_layout
-from maru_integrations.vllm.loader import LoaderSettings
 from maru_integrations.vllm.moving import Link, close_all
+from maru_integrations.vllm.releasing import LoaderSettings
 from maru_integrations.vllm.saver import SaverSettings
 from maru_integrations.vllm.streams import lane_for
 from maru_integrations.vllm.worker import Threads

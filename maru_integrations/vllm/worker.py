@@ -14,7 +14,7 @@ from maru_core.errors import BackendError, TransferError, Unavailable
 from maru_core.foreign import pass_interrupt, show
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape, chunks_of, failed_blocks, items_of, problem_of
-from maru_integrations.vllm.loader import Loader, LoaderSettings
+from maru_integrations.vllm.loader import Loader
 from maru_integrations.vllm.metadata import (
     ERROR,
     LOAD_FAILED,
@@ -27,6 +27,7 @@ from maru_integrations.vllm.metadata import (
 from maru_integrations.vllm.moving import Link, fetch, write
 from maru_integrations.vllm.overlap import LayerHooks
 from maru_integrations.vllm.release import Rhythm
+from maru_integrations.vllm.releasing import LoaderSettings
 from maru_integrations.vllm.saver import Saver, SaverSettings
 from maru_integrations.vllm.streams import Lane
 

@@ -23,9 +23,10 @@ from test_torch_copy import layers_of
 from maru_core.contracts import LoadsByLayer
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape
-from maru_integrations.vllm.loader import Loader, LoaderSettings
+from maru_integrations.vllm.loader import Loader
 from maru_integrations.vllm.metadata import LoadOp, LoadResult
 from maru_integrations.vllm.moving import Link
+from maru_integrations.vllm.releasing import LoaderSettings
 from maru_integrations.vllm.streams import HostLane
 from maru_transfer.held import held
 from maru_transfer.layerwise import LayerwiseTransfer

@@ -16,9 +16,9 @@ pytest.importorskip("vllm")
 from maru_core.geometry import ObjectLayout
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape
-from maru_integrations.vllm.loader import LoaderSettings
 from maru_integrations.vllm.metadata import LoadOp, MaruConnectorMetadata, StoreOp
 from maru_integrations.vllm.moving import Link
+from maru_integrations.vllm.releasing import LoaderSettings
 from maru_integrations.vllm.saver import SaverSettings
 from maru_integrations.vllm.worker import MaruWorker, Threads
 from tests.vllm.fake_store import FakeHandler, FakeStore

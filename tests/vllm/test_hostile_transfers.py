@@ -21,7 +21,6 @@ pytest.importorskip("vllm")
 from maru_core.errors import TransferError, Unavailable
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.guard import Guard
-from maru_integrations.vllm.loader import LoaderSettings
 from maru_integrations.vllm.metadata import (
     CANCELLED,
     ERROR,
@@ -32,6 +31,7 @@ from maru_integrations.vllm.metadata import (
 )
 from maru_integrations.vllm.moving import Link
 from maru_integrations.vllm.overlap import LoadsInUse
+from maru_integrations.vllm.releasing import LoaderSettings
 from maru_integrations.vllm.streams import HostLane
 from maru_integrations.vllm.worker import MaruWorker, Threads
 from maru_transfer.prepared import InParts

@@ -18,7 +18,6 @@ pytest.importorskip("vllm")
 
 from attrs import evolve
 
-from maru_integrations.vllm.loader import LoaderSettings
 from maru_integrations.vllm.metadata import (
     CANCELLED,
     LATE,
@@ -29,6 +28,7 @@ from maru_integrations.vllm.metadata import (
     MaruConnectorMetadata,
 )
 from maru_integrations.vllm.release import Outlook
+from maru_integrations.vllm.releasing import LoaderSettings
 from maru_integrations.vllm.streams import HostLane
 from maru_integrations.vllm.worker import MaruWorker, Threads
 from tests.vllm.fake_store import FakeStore
@@ -60,7 +60,7 @@ class Scene:
         )
         assert self.worker._loader is not None
         self.loader = self.worker._loader
-        self.loader._settings = self.loader._releases._when = evolve(self.loader._settings, num_layers=LAYERS)
+        self.loader._settings = self.loader._releases._settings = evolve(self.loader._settings, num_layers=LAYERS)
         self.loader._clock = self.loader._releases._clock = lambda: world.now
         self.worker.waits_by_layer = True
         self.step()  # from here on hooks are known to come

@@ -22,7 +22,7 @@ from maru_core.errors import Unavailable
 from maru_core.geometry import ObjectLayout, PagedLayout, PlaneStrides
 from maru_integrations.vllm.answers import Answers
 from maru_integrations.vllm.copies import ChunkShape
-from maru_integrations.vllm.loader import Loader, LoaderSettings
+from maru_integrations.vllm.loader import Loader
 from maru_integrations.vllm.metadata import (
     CANCELLED,
     ERROR,
@@ -38,6 +38,7 @@ from maru_integrations.vllm.metadata import (
     StoreResult,
 )
 from maru_integrations.vllm.moving import Link
+from maru_integrations.vllm.releasing import LoaderSettings
 from maru_integrations.vllm.saver import Saver, SaverSettings
 from maru_integrations.vllm.streams import HostLane
 from maru_integrations.vllm.worker import MaruWorker, Patience

@@ -22,8 +22,8 @@ from maru_core.client import MaruHandler
 from maru_core.config import MaruConfig
 from maru_core.namespace import Namespace
 from maru_core.protocol import Presence
-from maru_integrations.vllm.loader import LoaderSettings
 from maru_integrations.vllm.metadata import CANCELLED, LATE, UNAVAILABLE, LoadResult, StoreResult
+from maru_integrations.vllm.releasing import LoaderSettings
 from maru_integrations.vllm.saver import Saver, SaverSettings
 from maru_integrations.vllm.streams import HostLane
 from maru_integrations.vllm.worker import MaruWorker, Threads

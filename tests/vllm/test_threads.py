@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from maru_core.errors import TransferError
-from maru_integrations.vllm.loader import LoaderSettings
+from maru_integrations.vllm.releasing import LoaderSettings
 from maru_integrations.vllm.saver import SaverSettings
 from maru_integrations.vllm.streams import HostLane
 from maru_integrations.vllm.worker import Threads

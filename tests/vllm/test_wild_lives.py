@@ -22,7 +22,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from maru_integrations.vllm import compat
-from maru_integrations.vllm.loader import LoaderSettings
+from maru_integrations.vllm.releasing import LoaderSettings
 from maru_integrations.vllm.saver import SaverSettings
 from maru_integrations.vllm.streams import HostLane
 from maru_integrations.vllm.worker import Threads
