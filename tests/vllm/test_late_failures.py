@@ -41,7 +41,7 @@ from tests.waiting import NEVER, eventually
 
 LAYERS = 4
 NAMES = [f"layer.{layer}" for layer in range(LAYERS)]
-ALL = 1 << 20
+ALL = 1000
 
 
 class Scene:
