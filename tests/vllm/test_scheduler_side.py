@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 
 from attrs import evolve
 
+from maru_core.errors import MaruError
 from maru_core.keys import KeyChain
 from maru_core.namespace import Namespace
 from maru_integrations.vllm.metadata import LATE, LoadOp, LoadResult, MaruWorkerMetadata
@@ -268,6 +269,29 @@ def test_a_step_whose_plan_fails_leaves_no_gap_in_a_block_table(part: str, monke
         with pytest.raises(RuntimeError):
             world.side.plan_stores(step)
     assert world.side.take_preempted() == ["a"], "its store would read what is somebody else's"
+
+
+def test_a_step_whose_plan_fails_leaves_no_store_that_nobody_answers() -> None:
+    """The first request's store was planned when the second one's blocks turned out to be too few."""
+    world, names = Side(stores_later=True), [request("a"), request("b")]
+    names[1].all_token_ids = list(range(300, 500))
+    for name in names:
+        world.side._requests.of(name)
+    with pytest.raises(MaruError, match="request b"):
+        world.side.plan_stores(output(a=(Table(1).blocks, 0, 200), b=([20], 0, 200)))
+    assert not world.side._stores.outstanding
+    assert not world.side.hold("a")
+
+
+def test_who_resumes_has_the_blocks_of_that_step_alone() -> None:
+    """Those that it had before are others' by now."""
+    world = Side()
+    world.side._requests.of(request("a"))
+    world.side.plan_stores(output(a=([11], 0, 16)))
+    step = later(a=([21, 22], 0, 32))
+    step.scheduled_cached_reqs.resumed_req_ids = {"a"}
+    (op,) = world.side.plan_stores(step)
+    assert list(op.blocks) == [21, 22]
 
 
 def test_who_goes_on_after_a_reset_leaves_nothing_in_vllms_cache() -> None:
