@@ -298,8 +298,10 @@ def test_what_was_stopped_on_purpose_is_not_repeated(scene: Scene, how: dict[str
     scene.world.pace.failures.clear()
     scene.release(failures=0)
     let_later(scene)
-    scene.step(**how)
-    scene.world.until(loads=1)
+    with capture_logs() as logs:
+        scene.step(**how)
+        scene.world.until(loads=1)
+    assert "maru.load_repeated" not in [entry["event"] for entry in logs]
     assert scene.world.heard.loads == [LoadResult(1, 0, CANCELLED)]
     assert scene.world.failed == ({1, 2} if "preempted" in how else set())
     assert not scene.repetitions

@@ -184,6 +184,24 @@ def test_what_was_cancelled_is_never_released() -> None:
     assert not queue.release(other), "a request is reported once"
 
 
+def test_what_was_released_goes_in_one_turn_however_late_and_whoever_waits() -> None:
+    """A step waits for it."""
+    queue = LoadQueue()
+    job = queued(queue, 0, 3, deadline=1.0)
+    queued(queue, 1, 1)
+    assert queue.take() is job
+    assert queue.begin_copy(job, 0.0) == (True, [])
+    assert queue.pull(0.0) is Pull.YIELD
+    assert queue.release(job)
+    assert queue.pull(2.0) is Pull.GO_ON
+    queue.end_copy(job)
+    assert [end.job.op.load_id for end in queue.look(2.0)] == []
+    assert queue.begin_copy(job, 2.0) == (True, []), "once more"
+    queue.end_copy(job)
+    (end,) = queue.moved(job, 1, 2.0, tried=1)
+    assert (end.job, end.good, end.reason) == (job, 1, "")
+
+
 class Loads(RuleBasedStateMachine):
     """A loader that does one thing at a time, and vLLM's thread that interferes at every moment."""
 
