@@ -176,6 +176,7 @@ class KernelTransfer:
     ) -> tuple[Exports, Job]:
         """What holds the buffers' memory, and what is to be done."""
         from maru_transfer import slices
+        from maru_transfer.cuda_library import STORE
 
         if self._closed:
             raise TransferError("this transfer is closed")
@@ -183,13 +184,8 @@ class KernelTransfer:
         try:
             held = self._device.export(_buffers(copies))
         except (BufferError, TypeError, ValueError) as error:  # not contiguous, no buffer, or released
-            plan_pieces(
-                self._slicer.paged,
-                self._slicer.stored,
-                block_ids,
-                copies,
-                reads_pages=direction == slices.STORE,
-            )
+            paged, stored = self._slicer.paged, self._slicer.stored
+            plan_pieces(paged, stored, block_ids, copies, reads_pages=direction == STORE)
             raise TransferError(f"a buffer cannot be used: {error}") from error
         try:
             slices.writable(direction, copies, readonly=held.readonly)
