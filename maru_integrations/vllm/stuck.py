@@ -50,7 +50,7 @@ def _tell(late: LoadJob, now: float, engine: str) -> None:
         objects_done=late.good,
         of=len(late.op.keys),
         seconds=round(now - late.arrived, 2),
-        effect="a call was told to stop and has not returned; blocks that it may write to stay reserved, and hits "
+        effect="a call should have ended and has not returned; blocks that it may write to stay reserved, and hits "
         "are computed, until it does",
         remedy="look at the device and at the memory of the pool; if it does not return, restart this engine, with "
         "another maru_transfer_engine or, where it is slow and not stuck, a longer maru_load_timeout",

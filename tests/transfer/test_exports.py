@@ -171,9 +171,12 @@ def test_a_refused_request_keeps_no_buffer(driver: FakeDriver) -> None:
     driver.hooks.fake_reset(1)
     transfer, table, copies, raw = many(driver, 3)
     copies = list(copies)
-    for wrong in ([*table, 99], [0, 0, 1], [-1, 1, 2]):
-        with pytest.raises(TransferError):
-            transfer.store(wrong[: len(copies) - 1] if len(wrong) > 3 else wrong, copies)
+    for move in (transfer.load, transfer.store):
+        for wrong in (table[:-1], [*table[:-1], 10**6], [-1, *table[1:]]):
+            with pytest.raises(TransferError):
+                move(wrong, copies)
+    with pytest.raises(TransferError):
+        transfer.load([table[0], table[0], *table[2:]], copies)
     transfer.store(table, copies)
     for copy in copies:
         copy.buffer.release()
