@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -144,7 +145,11 @@ def test_hanging_up_ends_a_server_cleanly(maru_runtime_dir: Path, command: tuple
     # A folder with a lock file's name is no reason not to start.
     (maru_runtime_dir / "sessions").mkdir(mode=0o700)
     (maru_runtime_dir / "sessions" / "0000000000000001.lock").mkdir()
-    process = subprocess.Popen([*command, *serving], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    # These tests may themselves be run so that hanging up is ignored.
+    heard = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
+    process = subprocess.Popen(
+        [*command, *serving], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, preexec_fn=heard
+    )
     try:
         eventually((maru_runtime_dir / "server.json").exists)
         eventually(lambda: maru("status", "--runtime-dir", str(maru_runtime_dir)).exit_code == 0)
