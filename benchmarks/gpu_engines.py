@@ -122,7 +122,7 @@ def engine_arguments(scale: Scale, model: Path, transfer: Mapping[str, Any] | No
         "kv_transfer_config": transfer,
         **scale.arguments,
     }
-    if scale is H200:
+    if "gpu_memory_utilization" in scale.arguments:
         # One more block of 64 tokens for each: blocks are taken before the last tokens are known.
         arguments["kv_cache_memory_bytes"] = scale.kv_bytes((at_once + 1) * (scale.tokens + scale.new + 64))
     return arguments

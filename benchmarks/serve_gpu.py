@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +270,9 @@ def start(stack: ExitStack, folder: Path, scale: Scale, options: argparse.Namesp
 def measure(options: argparse.Namespace) -> Outcome:
     """Groups in turn."""
     scale = REHEARSAL if options.rehearse else H200
+    if options.capture_sizes:
+        compiled = {"compilation_config": {"cudagraph_capture_sizes": options.capture_sizes}}
+        scale = replace(scale, arguments={**scale.arguments, **compiled})
     unknown = [name for name in options.engines if name not in (MARU, OTHER, NONE, *PEERS, *options.variant)]
     if unknown:
         raise SystemExit(f"engines {unknown} are unknown; define them with --variant")
@@ -318,6 +322,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the engines' logs there")
     parser.add_argument("--no-bytes", dest="bytes", action="store_false", help="do not compare objects with pages")
     parser.add_argument("--trace", action="store_true", help="once per group, show where the time of Maru's hits goes")
+    more = "batches for which graphs are captured (default 1,2,4,8, as the peers were measured); vLLM's own go to 512"
+    parser.add_argument("--capture-sizes", type=_numbers, metavar="TOKENS", help=more)
     parser.add_argument("--one-by-one", action="store_true", help="start engines one after the other")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model, without a GPU")
 

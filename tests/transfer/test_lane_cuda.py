@@ -13,8 +13,8 @@ from maru_integrations.vllm.streams import DeviceLane, lane_for
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-#: About a tenth of a second on any device of today.
-LONG = 200_000_000
+#: About half a second on any device of today, so that a thread starts meanwhile, also where other processes compute.
+LONG = 1_000_000_000
 
 
 def on_a_thread(work: Callable[[], None]) -> None:
