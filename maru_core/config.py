@@ -172,8 +172,8 @@ class MaruConfig:
         False,
         BOOLEAN,
         "While other requests compute, hold an overlapped request until its step will hardly wait for the load, since "
-        "they would wait with it. Off: release it as soon as `maru_overlap_release_after_layers` layers are there, which "
-        "was the better one on the GPU where both were measured.",
+        "they would wait with it. Off: release it as soon as `maru_overlap_release_after_layers` layers are there, "
+        "which was the better one on the GPU where both were measured.",
     )
     load_admission_window: int = _setting(
         0, COUNT, "Most loads of parked requests in flight at a time; 0: no limit.", "requests"
