@@ -168,12 +168,16 @@ class Watch:
         """Of several the first counts."""
         self.stages.setdefault(request_id, {}).setdefault(stage, time.perf_counter() if when is None else when)
 
-    def around(self, owner: Any, name: str, after: Callable[..., None]) -> None:
-        """Call ``after(begin, result, *arguments)`` behind each call."""
+    def around(
+        self, owner: Any, name: str, after: Callable[..., None], before: Callable[..., None] | None = None
+    ) -> None:
+        """Call ``before(*arguments)`` ahead of each call and ``after(begin, result, *arguments)`` behind it."""
         original = getattr(owner, name)
         own = name in vars(owner)
 
         def watched(*arguments: Any, **more: Any) -> Any:
+            if before is not None:
+                before(*arguments)
             begin = time.perf_counter()
             result = original(*arguments, **more)
             after(begin, result, *arguments)

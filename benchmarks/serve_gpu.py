@@ -36,6 +36,7 @@ from benchmarks.offline import cache_folder, maru_server, scratch
 from benchmarks.online import SETTINGS, Ask, OnlineEngine, Run, online_engine, with_settings
 from benchmarks.outcome import Bound, Least, Outcome, main
 from benchmarks.stages import told
+from benchmarks.step_trace import timeline
 
 MARU, OTHER, NONE, PEERS = "maru", "maru-b", "none", ("offload256", "lmcache-mp")
 #: By clients: the median of TTFT over the best peer's.
@@ -79,6 +80,14 @@ class Bench:
         say("\n  ".join([f"{name}, {clients} clients:", *told(run, engine.rpc("maru_watched"))]))
         engine.forget()
 
+    def trace_steps(self, name: str, documents: Sequence[Sequence[int]], clients: int) -> None:
+        """Once more, and what each step took; only while engine and worker are one process."""
+        engine = self._engines[name]
+        engine.rpc("maru_watch_steps")
+        run = engine.run([Ask(ids, self._scale.new) for ids in documents], clients)
+        say("\n  ".join([f"{name}, {clients} clients:", *timeline(engine.rpc("maru_watched_steps"), run.began)]))
+        engine.forget()
+
     def empty(self) -> None:
         """Empty Maru's pool: whoever does not take part in a reset neither hits nor stores from then on."""
         for name, engine in self._engines.items():
@@ -111,6 +120,8 @@ class Bench:
 
         if self._options.trace and name not in (NONE, *PEERS):
             self.trace(name, documents, clients)
+        if self._options.steps and name not in (NONE, *PEERS):
+            self.trace_steps(name, documents, clients)
 
     def check_bytes(self, name: str) -> dict[str, int]:
         """Two documents stored and loaded while every object is compared."""
@@ -322,6 +333,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the engines' logs there")
     parser.add_argument("--no-bytes", dest="bytes", action="store_false", help="do not compare objects with pages")
     parser.add_argument("--trace", action="store_true", help="once per group, show where the time of Maru's hits goes")
+    parser.add_argument("--steps", action="store_true", help="likewise, what each step takes processor and device")
     more = "batches for which graphs are captured (default 1,2,4,8, as the peers were measured); vLLM's own go to 512"
     parser.add_argument("--capture-sizes", type=_numbers, metavar="TOKENS", help=more)
     parser.add_argument("--one-by-one", action="store_true", help="start engines one after the other")

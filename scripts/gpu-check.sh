@@ -35,7 +35,7 @@ if python3 -c 'import xdist' 2> /dev/null; then
   # pytest-benchmark, where it is installed, warns beside it, and warnings are errors.
   beside=(-n 6 -p no:benchmark)
 fi
-python3 -m pytest -q -rs "${beside[@]}" tests/transfer/test_*cuda.py
+python3 -m pytest -q -rs --durations=10 "${beside[@]}" tests/transfer/test_*cuda.py
 
 if command -v compute-sanitizer > /dev/null; then
   # Only our own kernels, where it can choose: those of torch are not at stake, and take most of the time.
