@@ -26,7 +26,7 @@ class Step:
     reads: int = 0
     #: Seconds in hooks before layers.
     waited: float = 0.0
-    #: When it was ``entered``, ``bound``, ``submitted`` and ``settled``, on the processor; the first three as events.
+    #: When it was ``entered``, ``bound``, ``submitted`` and ``settled``: on the processor, and events of the device.
     times: dict[str, float] = field(factory=dict)
     events: dict[str, Any] = field(factory=dict)
 
@@ -128,7 +128,7 @@ class StepTrace:
 
 
 HEAD = ("", "requests", "tokens", "hears of", "reads", "prepares", "submits", "waits for layers", "settles")
-HEAD_DEVICE = ("on the device", "prepares", "computes")
+HEAD += ("on the device", "prepares", "computes")
 
 
 def timeline(watched: Mapping[str, Any], began: float) -> list[str]:
@@ -137,7 +137,7 @@ def timeline(watched: Mapping[str, Any], began: float) -> list[str]:
     ``hears of``: loads that vLLM takes note of; ``reads``: those that still arrive. A step prepares until our hook
     before the forward pass, submits until the one after it, and settles until the loads that it read have ended.
     """
-    head, *steps = align([[*HEAD, *HEAD_DEVICE], *(_row(step, began) for step in watched["steps"])])
+    head, *steps = align([HEAD, *(_row(step, began) for step in watched["steps"])])
     order = [step["cpu"]["entered"] for step in watched["steps"]]
     told = [*zip(order, steps, strict=True)]
     for when, what, request in watched["loads"]:
