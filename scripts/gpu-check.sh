@@ -29,13 +29,8 @@ for option in "$@"; do
   previous=$option
 done
 
-# Most of their time is spent on processors: side by side where pytest-xdist is there.
-beside=()
-if python3 -c 'import xdist' 2> /dev/null; then
-  # pytest-benchmark, where it is installed, warns beside it, and warnings are errors.
-  beside=(-n 6 -p no:benchmark)
-fi
-python3 -m pytest -q -rs --durations=10 "${beside[@]}" tests/transfer/test_*cuda.py
+# One after the other: processes share a GPU by turns, and each copy that a test waits for waits for the others' turns.
+python3 -m pytest -q -rs --durations=10 tests/transfer/test_*cuda.py
 
 if command -v compute-sanitizer > /dev/null; then
   # Only our own kernels, where it can choose: those of torch are not at stake, and take most of the time.
