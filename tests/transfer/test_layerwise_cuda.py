@@ -149,7 +149,7 @@ def right_reads(way: str, form: str, rounds: int, *, waits: bool = True) -> int:
         for value in range(1, rounds + 1):
             fill(copies, value)
             torch.cuda.synchronize()
-            torch.cuda._sleep(500_000)  # what is on the loader's stream comes first
+            torch.cuda._sleep(5_000_000)  # what is on the loader's stream comes first
             before = pages[:, :, used].clone()
             load = transfer.begin_load(TABLE, copies)
             seen: list[torch.Tensor] = []
