@@ -28,6 +28,9 @@ def is_covered(mode: Verify, key: bytes) -> bool:
 def checksum(payload: memoryview | bytes) -> int:
     """The 64-bit checksum (XXH3) of a payload, never NO_CHECKSUM.
 
-    It finds damage, not forgery: who can write to a pool can write a checksum that fits.
+    It finds damage, not forgery: who can write to a pool can write a checksum that fits. Other threads run meanwhile.
     """
-    return xxhash.xxh3_64_intdigest(payload) or _INSTEAD
+    # Before its version 4 xxhash lets go of the interpreter's lock here only, and not in xxh3_64_intdigest.
+    digest = xxhash.xxh3_64()
+    digest.update(payload)
+    return digest.intdigest() or _INSTEAD

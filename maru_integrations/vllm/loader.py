@@ -16,6 +16,7 @@ from maru_core.contracts import LoadsByLayer, PreparedCopies, PreparedLayeredLoa
 from maru_core.errors import BackendError, TransferError, Unavailable
 from maru_core.foreign import show
 from maru_integrations.vllm.answers import Answers
+from maru_integrations.vllm.checking import Checking, threads
 from maru_integrations.vllm.copies import ChunkShape, chunks_of, failed_blocks, problem_of
 from maru_integrations.vllm.helper import Helper
 from maru_integrations.vllm.loadqueue import Ended, LoadJob, LoadQueue, cut
@@ -27,7 +28,6 @@ from maru_integrations.vllm.release import Outlook
 from maru_integrations.vllm.releasing import LoaderSettings, Releases, Underway
 from maru_integrations.vllm.streams import Lane, on_lane
 from maru_integrations.vllm.stuck import StuckWatch
-from maru_transfer.helpers import share
 
 #: How long vLLM's thread waits for a load that is in use before it looks at deadlines again, in seconds.
 _PATIENCE = 0.1
@@ -223,7 +223,7 @@ class Loader:
     # -- on the loader's thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with self._lane.entered(), ThreadPoolExecutor(1, "maru-check") as beside:
+        with self._lane.entered(), ThreadPoolExecutor(threads(), "maru-check") as beside:
             try:
                 while self._turn(beside):
                     pass
@@ -339,7 +339,7 @@ class Loader:
             underway = Underway(job, load, began, nbytes)
             sound = True
             try:
-                sound = self._releases.follow(underway, share(beside, located.check))
+                sound = self._releases.follow(underway, Checking.begin(beside, located.check, planned.count))
                 if sound:
                     self._plan_ahead(job, link, beside)
             finally:

@@ -18,9 +18,9 @@ from maru_core.errors import TransferError
 from maru_core.foreign import pass_interrupt, show
 from maru_core.geometry import ChunkCopy, ObjectLayout
 from maru_core.protocol import CommitStatus, ReserveStatus
+from maru_integrations.vllm.checking import Checking
 from maru_integrations.vllm.copies import ChunkShape, StoreItems, chunks_of, load_copies, store_copies
 from maru_integrations.vllm.metadata import NO_ROOM, PREEMPTED, REFUSED, UNAVAILABLE, LoadOp
-from maru_transfer.helpers import share
 from maru_transfer.prepared import prepare, prepare_layers
 
 #: Wraps a copy. Yields whether it may be made; when it is left, pages and buffers are touched no more.
@@ -156,7 +156,7 @@ def carry_out(
     with located.reading(), copying() as allowed:
         if not allowed:
             return 0, 0
-        checking = share(beside, located.check)
+        checking = Checking.begin(beside, located.check, planned.count)
         begun()
         moved = said_to_move(planned.engine, planned.load.run(brake, least), planned.count)
     good = min(leading(checking.result()), leading(located.verify()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 
 from attrs import frozen
 
@@ -13,6 +12,7 @@ from maru_core.brake import Pull
 from maru_core.contracts import LayeredLoad
 from maru_core.foreign import pass_interrupt
 from maru_integrations.vllm.answers import Answers
+from maru_integrations.vllm.checking import Checking
 from maru_integrations.vllm.loadqueue import LoadJob, LoadQueue
 from maru_integrations.vllm.overlap import stop
 from maru_integrations.vllm.release import Outlook, Progress, Recent, is_due
@@ -113,7 +113,7 @@ class Releases:
 
     # -- on the loader's thread ------------------------------------------------------------------------------------
 
-    def follow(self, underway: Underway, checking: Future[list[bool]]) -> bool:
+    def follow(self, underway: Underway, checking: Checking) -> bool:
         """Until its request may go on: enough layers are there. Whether its objects are sound, as far as is known.
 
         ``checking``: what says so of each. Raises TransferError when the load fails before that.

@@ -53,7 +53,10 @@ def test_a_request_is_released_early_by_the_engine_that_open_link_hands_out(tmp_
         buffers[-1][:] = array.tobytes()
     sound = [number != damaged for number in range(CHUNKS)]
     located = SimpleNamespace(
-        views=lambda: buffers, reading=nullcontext, check=lambda: sound, verify=lambda: [True] * CHUNKS
+        views=lambda: buffers,
+        reading=nullcontext,
+        check=lambda indices: [sound[index] for index in indices],
+        verify=lambda: [True] * CHUNKS,
     )
     handler: Any = SimpleNamespace(adopt=lambda *columns: located)
     pools: Any = Pools()

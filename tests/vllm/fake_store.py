@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
@@ -123,11 +123,12 @@ class FakeLocated:
         return self.check()
 
     @one_at_a_time
-    def check(self) -> list[bool]:
-        found = [self.store.by_entry[entry] for entry in self.entries]
+    def check(self, indices: Iterable[int] | None = None) -> list[bool]:
+        chosen = range(len(self.entries)) if indices is None else indices
+        found = [(self.store.by_entry[self.entries[index]], self.generations[index]) for index in chosen]
         return [
             item.ready and item.generation == generation and item.entry not in self.store.lost
-            for item, generation in zip(found, self.generations, strict=True)
+            for item, generation in found
         ]
 
 
