@@ -146,7 +146,7 @@ class Loader:
             jobs = [job for job in self._queue.jobs if job.released and job.op.request_id in request_ids]
         self._stop([job.op.load_id for job in jobs], unread=False)
 
-    def release(self, computing: int, outlook: Outlook) -> None:
+    def release(self, computing: int, outlook: Callable[[], Outlook]) -> None:
         """A step of so many requests ends: let a request go on whose load is under way, if that is due."""
         self._releases.release(computing, outlook)
 

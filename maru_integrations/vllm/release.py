@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
 #: Measurements of which the median counts: one that is off by far changes nothing, and steps that have become longer
 #: or shorter show after half as many hits.
@@ -52,25 +52,28 @@ class Progress:
 class Outlook:
     """How an engine steps, in seconds; ``None``: not known.
 
-    ``lead``: from the end of the step that reports a load until the one that reads it begins. ``step``: how long that
-    one goes on until it needs the load to have ended, without what it waits for loads.
+    ``lead``: from now until the step begins that reads a load which is reported now. ``step``: how long that one goes
+    on until it needs the load to have ended, without what it waits for loads. ``interval``: from now until a load can
+    be reported again.
     """
 
     lead: float | None = None
     step: float | None = None
+    interval: float = 0.0
 
 
 def is_due(progress: Progress, minimum: int, computing: int, outlook: Outlook) -> bool:
     """Whether to release a load when a step of ``computing`` requests ends, rather than when the next one does.
 
     Never before ``minimum`` layers are there. From then on at once when nobody computes, when the engine's steps are
-    not known, and when all layers are there.
+    not known, and when all layers are there. Else when what the others would wait for it now is less than what its
+    request would wait for them if it were released with the next step.
     """
     if progress.done < minimum:
         return False
     if not computing or outlook.lead is None or outlook.step is None:
         return True
-    return progress.remaining <= outlook.lead + outlook.step
+    return progress.remaining <= outlook.lead + outlook.step + outlook.interval / 2
 
 
 @define
@@ -92,21 +95,38 @@ class Recent:
 
 @define
 class Rhythm:
-    """Measures an engine's steps: only those that read a load, and only what is reported while others compute.
+    """Measures an engine's steps: how often they begin while somebody computes and none reads a load, how many later
+    one knows what was reported, and how long those go on that read a load.
 
     Told by the thread that runs them: :meth:`begin`, :meth:`waited`, :meth:`end` and :meth:`told`, in this order.
+
+    Where the device ``queues`` work, a step that was submitted runs behind those submitted before, as many as vLLM is
+    ahead: it needs the load when as many steps later have passed as it took to hear of it, or when it is submitted.
     """
 
     _clock: Callable[[], float] = time.monotonic
-    outlook: Outlook = Outlook()
+    _queues: bool = False
     _leads: Recent = field(factory=Recent)
     _steps: Recent = field(factory=Recent)
-    #: When requests were reported as received of which no step knows so far.
-    _told: dict[str, float] = field(factory=dict)
+    _intervals: Recent = field(factory=Recent)
+    #: In which step, and when, requests were reported as received of which no step knows so far.
+    _told: dict[str, tuple[int, float]] = field(factory=dict)
     #: Whether the step that runs is measured: only then must its end be told.
     measures: bool = False
+    _count: int = 0
+    #: Whether the step that began last computes and reads no load.
+    _is_usual: bool = False
     _began: float = 0.0
     _waited: float = 0.0
+
+    def outlook(self) -> Outlook:
+        """As far as it is known."""
+        steps, interval, step = self._leads.median, self._intervals.median, self._steps.median
+        if steps is None or interval is None or step is None:
+            return Outlook()
+        ahead = steps * interval
+        lead = max(0.0, ahead - (self._clock() - self._began))
+        return Outlook(lead, max(step, ahead) if self._queues else step, interval)
 
     def begin(self, received: Collection[str], computing: int, *, by_layer: bool) -> None:
         """A step begins; vLLM knows from it on that these were ``received``.
@@ -114,15 +134,22 @@ class Rhythm:
         ``by_layer``: it waits for each layer when it needs it, and not for all before it begins.
         """
         now = self._clock()
+        if computing and self._is_usual:
+            self._intervals.add(now - self._began)
+        self._count += 1
+        self._began, self._waited = now, 0.0
+        self._is_usual = bool(computing and not received)
+        self.measures = False
+        if not received:
+            return
         for name in received:
             told = self._told.pop(name, None)
             if told is not None:
-                self.outlook = evolve(self.outlook, lead=self._leads.add(now - told))
-        reads = bool(received and computing)
-        self.measures = reads and by_layer
-        self._began, self._waited = now, 0.0
-        if reads and not by_layer:
-            self.outlook = evolve(self.outlook, step=self._steps.add(0.0))
+                self._leads.add(self._count - told[0])
+        if computing and by_layer:
+            self.measures = True
+        elif computing:
+            self._steps.add(0.0)
 
     def waited(self, seconds: float) -> None:
         """Of the step that runs, so much was spent on waiting for a layer."""
@@ -132,12 +159,11 @@ class Rhythm:
         """From now on the step waits for the end of what it reads."""
         if self.measures:
             self.measures = False
-            took = max(0.0, self._clock() - self._began - self._waited)
-            self.outlook = evolve(self.outlook, step=self._steps.add(took))
+            self._steps.add(max(0.0, self._clock() - self._began - self._waited))
 
     def told(self, request_ids: Collection[str], computing: int) -> None:
         """With the end of a step of ``computing`` requests these were reported as received."""
         if request_ids and computing:
             now = self._clock()
-            self._told = {name: told for name, told in self._told.items() if now - told < _FORGOTTEN}
-            self._told.update(dict.fromkeys(request_ids, now))
+            self._told = {name: told for name, told in self._told.items() if now - told[1] < _FORGOTTEN}
+            self._told.update(dict.fromkeys(request_ids, (self._count, now)))

@@ -77,13 +77,13 @@ class Releases:
 
     # -- on vLLM's thread ------------------------------------------------------------------------------------------
 
-    def release(self, computing: int, outlook: Outlook) -> None:
+    def release(self, computing: int, outlook: Callable[[], Outlook]) -> None:
         """A step of so many requests ends: let a request go on whose load is held, if that is due."""
         held = self._held
         if held is None:
             return
         progress = self._progress(held)
-        if progress is None or not is_due(progress, self._settings.release_after, computing, outlook):
+        if progress is None or not is_due(progress, self._settings.release_after, computing, outlook()):
             return
         with self._lock:
             if self._held is held and self._queue.release(held.job):

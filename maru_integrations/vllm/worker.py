@@ -103,9 +103,9 @@ class MaruWorker:
         #: Whether a step may have to wait before a layer: only then does anybody need to be told of each.
         self.waits_by_layer = threads is not None and threads.loads is not None and threads.loads.releases_early
         if threads is not None and threads.loads is not None:
-            self._loader = Loader(
-                self.connect, shape, answers, threads.lane(), threads.loads, on_late_failure=self._failed_late
-            )
+            lane = threads.lane()
+            self._rhythm = Rhythm(queues=lane.queues)
+            self._loader = Loader(self.connect, shape, answers, lane, threads.loads, on_late_failure=self._failed_late)
         if threads is not None and threads.stores is not None:
             self._saver = Saver(self.connect, shape, answers, threads.lane(), threads.stores)
         #: A load that this step's forward pass needed failed.
@@ -170,9 +170,8 @@ class MaruWorker:
         needed = bool(arriving)
         self._computing = metadata.computing
         whole = (needed or bool(metadata.received)) and not has_hooks()
-        if metadata.received:
-            by_layer = self._hooks.trusted and not whole
-            self._rhythm.begin(metadata.received, metadata.computing, by_layer=by_layer)
+        by_layer = self._hooks.trusted and not whole
+        self._rhythm.begin(metadata.received, metadata.computing, by_layer=by_layer)
         if self._hooks.begin_step(whole, needed):
             for layer in range(len(self._hooks.index)):
                 self._wait_layer(layer)

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from maru_core.errors import TransferError
 from maru_integrations.vllm.loader import Loader
 from maru_integrations.vllm.metadata import CANCELLED, LATE, LoadOp, LoadResult
-from maru_integrations.vllm.release import Outlook, Recent
+from maru_integrations.vllm.release import Outlook, Recent, Rhythm
 from tests.vllm.fake_store import FakeStore
 from tests.vllm.mini_engine import CHUNK, LAYERS, Engine, reference
 from tests.vllm.slow_transfer import Pace
@@ -55,8 +55,15 @@ class Holding:
     def step(self, outlook: Outlook, computing: int = 1) -> None:
         """What a worker does at the end of one."""
         self.loader.poll()
-        self.loader.release(computing, outlook)
+        self.loader.release(computing, lambda: outlook)
         self.world.take()
+
+
+class Foreseen(Rhythm):
+    """Measures, and says that a load which is released now is read at once."""
+
+    def outlook(self) -> Outlook:
+        return SHORT
 
 
 @pytest.fixture
@@ -105,7 +112,7 @@ def test_what_is_held_to_its_end_is_told_with_it(holding: Holding) -> None:
     world = holding.world
     holding.hold()
     holding.gate.set()
-    world.until(loads=1, poll=lambda: holding.loader.release(1, SHORT))
+    world.until(loads=1, poll=lambda: holding.loader.release(1, lambda: SHORT))
     holding.step(LONG, 0)
     assert (world.received, world.heard.loads) == (["r1"], [LoadResult(1, 2)])
 
@@ -196,8 +203,8 @@ def test_the_load_behind_it_begins_when_it_ends_and_is_held_for_itself(holding: 
     holding.hold()
     loader.submit([world.load(2, 3, 4, overlap=True)])
     holding.gate.set()
-    world.until(loads=1, poll=lambda: loader.release(1, SHORT))
-    world.until(loads=2, poll=lambda: loader.release(1, SHORT))
+    world.until(loads=1, poll=lambda: loader.release(1, lambda: SHORT))
+    world.until(loads=2, poll=lambda: loader.release(1, lambda: SHORT))
     assert loader._releases._held is None
     assert sorted(world.received) == ["r1", "r2"]
     assert world.heard.loads == [LoadResult(1, 2), LoadResult(2, 2)]
@@ -266,7 +273,7 @@ def test_in_an_engine_a_hit_beside_a_request_that_decodes_is_held_and_one_alone_
         until(engine, lambda: engine.answers["decodes"])
         turns = iter(range(1 << 30))
         pace.pause = lambda: [None, next(turns) % LAYERS and gate.wait(NEVER)][0]
-        worker._rhythm.outlook = SHORT
+        worker._rhythm = Foreseen()
         engine.add("held", hits[0], max_tokens=3)
         until(engine, lambda: worker._loader._releases._held is not None)
         for _ in range(5):
@@ -278,13 +285,14 @@ def test_in_an_engine_a_hit_beside_a_request_that_decodes_is_held_and_one_alone_
         assert not engine.answers["held"]
         gate.set()
         finish(engine)
-        assert worker._rhythm.outlook.lead, "measured, beside the request that decodes"
-        assert worker._rhythm.outlook.step
+        measured = Rhythm.outlook(worker._rhythm)
+        assert measured.lead is not None, "beside the request that decodes"
+        assert measured.step
+        assert measured.interval
         gate.clear()
         released.clear()  # when its last layer was there
         output = engine.step()
         assert output.kv_connector_metadata.computing == 0
-        worker._rhythm.outlook = SHORT
         worker._loader._releases._pace = slow = Recent()
         slow.add(1e3)
         engine.add("alone", hits[1], max_tokens=3)

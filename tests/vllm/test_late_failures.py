@@ -380,7 +380,7 @@ def test_of_what_is_held_only_what_was_released_by_a_step_is_repeated(released: 
     scene.permits.let(1)
     eventually(lambda: scene.loader._releases._held)
     if released:
-        scene.loader.release(0, Outlook())
+        scene.loader.release(0, Outlook)
         scene.received()
     scene.permits.let(ALL)
     world.until(loads=1)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 from attrs import define, evolve, field, frozen
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
@@ -15,6 +15,7 @@ from maru_integrations.vllm.release import Outlook, Progress, Recent, Rhythm, is
 
 SECONDS = st.floats(1e-4, 10.0)
 KNOWN = st.none() | st.floats(0.0, 10.0)
+OUTLOOKS = st.builds(Outlook, KNOWN, KNOWN, st.floats(0.0, 1.0))
 
 
 @st.composite
@@ -23,7 +24,7 @@ def progresses(draw: st.DrawFn) -> Progress:
     return Progress(draw(st.integers(0, layers)), layers, draw(st.floats(0.0, 100.0)), draw(st.none() | SECONDS))
 
 
-@given(progresses(), st.integers(1, 80), st.integers(0, 9), st.builds(Outlook, KNOWN, KNOWN))
+@given(progresses(), st.integers(1, 80), st.integers(0, 9), OUTLOOKS)
 def test_whatever_is_measured_the_minimum_holds_and_nothing_is_held_for_nothing(
     progress: Progress, minimum: int, computing: int, outlook: Outlook
 ) -> None:
@@ -34,7 +35,7 @@ def test_whatever_is_measured_the_minimum_holds_and_nothing_is_held_for_nothing(
     elif not computing or progress.done == progress.layers or outlook.lead is None or outlook.step is None:
         assert due
     elif due:
-        assert progress.remaining <= outlook.lead + outlook.step
+        assert progress.remaining <= outlook.lead + outlook.step + outlook.interval / 2
         assert is_due(progress, minimum, 0, outlook)
 
 
@@ -48,6 +49,8 @@ def test_whatever_is_measured_the_minimum_holds_and_nothing_is_held_for_nothing(
         (0, 0, Outlook(), False),
         (1, 1, Outlook(0.02, 0.0188), True),
         (1, 1, Outlook(0.02, 0.0187), False),
+        (1, 1, Outlook(0.02, 0.0150, 0.0075), True),
+        (1, 1, Outlook(0.02, 0.0150, 0.0074), False),
         (32, 1, Outlook(0.0, 0.0), True),
     ],
 )
@@ -153,7 +156,7 @@ class Life:
                 elapsed = clock.now - began
                 done = min(machine.layers, max(0, int(elapsed / machine.layer * (1 + 1e-9))))
                 progress = Progress(done, machine.layers, max(0.0, elapsed), self.pace.median)
-                if is_due(progress, self.minimum, 0 if self.at_once else 1, rhythm.outlook):
+                if is_due(progress, self.minimum, 0 if self.at_once else 1, rhythm.outlook()):
                     released, told = done, ("r",)
                     rhythm.told(told, 1)
             known.append(told)
@@ -166,7 +169,7 @@ class Life:
 
 
 @given(MACHINES, st.integers(1, 4), st.lists(st.floats(0, 1), min_size=3, max_size=6))
-def test_with_constant_steps_and_a_constant_bus_a_step_hardly_waits_and_no_token_is_later_than_a_step(
+def test_with_constant_steps_and_a_constant_bus_neither_waits_for_the_other_for_longer_than_half_an_interval(
     machine: Machine, minimum: int, phases: list[float]
 ) -> None:
     minimum = min(minimum, machine.layers)
@@ -178,8 +181,9 @@ def test_with_constant_steps_and_a_constant_bus_a_step_hardly_waits_and_no_token
         soonest, _, soon = eager.load(phase)
         assert released >= soon >= minimum
         layer = max(machine.layer, machine.hit / machine.layers)
-        assert waited <= layer * (1 + 1e-6)
-        assert first <= soonest + machine.step + machine.between + layer * (1 + 1e-6)
+        half = (machine.step + machine.between) / 2
+        assert waited <= layer + half + 1e-6
+        assert first <= soonest + layer + half + 1e-6
 
 
 def test_beside_decoding_requests_a_hit_waits_for_the_bus_until_its_step_would_not() -> None:
@@ -190,10 +194,52 @@ def test_beside_decoding_requests_a_hit_waits_for_the_bus_until_its_step_would_n
     first, waited, released = life.load(0.0)
     soonest, late, soon = eager.load(0.0)
     assert late > 0.01
-    assert waited <= 0.00125
+    assert waited <= 0.00125 + 0.0035
     assert soon < 6
-    assert 10 <= released < 32
-    assert first - soonest <= 0.007
+    assert 8 <= released < 32
+    assert first - soonest <= 0.0035 + 0.00125
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("phase", [0.0, 0.2, 0.4, 0.6, 0.8])
+def test_on_a_device_that_queues_a_step_ends_when_its_load_does(ahead: int, phase: float) -> None:
+    """As an H200's steps were traced: 7 ms each, submitted within 2 ms, one with a hit within 10, a load of 43 ms.
+
+    vLLM submits a step when the one ``ahead`` of the one before it has ended.
+    """
+    clock = Clock()
+    it = Rhythm(clock, queues=True)
+    usual, copy, ends = 0.007, 0.043, [clock.now]
+    found = []
+    for number in range(4):
+        began = ends[-1] + phase * usual + (0.0 if number else 0.1)
+        knows: list[bool] = [False] * (ahead + 1)
+        released = False
+        while True:
+            # A step is planned and submitted when the results of those before are known, but for those ahead.
+            clock.now = max(clock.now, ends[-1 - ahead] if len(ends) > ahead else ends[-1])
+            reads = knows.pop(0)
+            it.begin(["r"] if reads else [], 1, by_layer=True)
+            submitted = clock.now + (0.010 if reads else 0.002)
+            end = max(submitted, max(ends[-1], clock.now) + usual)
+            if reads:
+                end = max(end, began + copy)
+            clock.now = submitted
+            it.end()
+            ends.append(end)
+            knows.append(False)
+            elapsed = max(0.0, clock.now - began)
+            progress = Progress(int(elapsed / copy * 32), 32, elapsed, copy / 32)
+            if not released and clock.now > began and is_due(progress, 1, 1, it.outlook()):
+                released, knows[-1] = True, True
+                it.told(["r"], 1)
+            if reads:
+                clock.now = max(clock.now, began + copy)
+                found.append(end - (began + copy) if number else 0.0)
+                stalled = began + copy - max(submitted, ends[-2] + usual)
+                assert number == 0 or stalled <= usual / 2 + 0.001
+                break
+    assert max(found) <= usual / 2 + 0.0035
 
 
 @given(MACHINES, st.lists(st.floats(0.05, 20.0), min_size=2, max_size=5))
@@ -226,16 +272,55 @@ def step(
     rhythm.end()  # asked twice in a step
 
 
-def test_lead_goes_from_the_report_to_the_step_that_knows_of_it() -> None:
+def known(interval: float = 2.0) -> tuple[Rhythm, Clock]:
+    """One of which all is known: steps of a second every ``interval``, two of them until one knows of a report."""
+    it, clock = rhythm()
+    for received in ((), ("a",), ()):
+        step(it, clock, *received)
+        clock.now += interval - 1
+        if not received:
+            it.told(["a"], 1)
+    assert it.outlook().interval == interval
+    return it, clock
+
+
+def test_lead_goes_from_now_until_the_step_that_knows_of_a_report() -> None:
     it, clock = rhythm()
     step(it, clock)
     it.told(["a"], 1)
     clock.now += 2
     step(it, clock, took=3)
-    assert it.outlook == Outlook()
-    clock.now += 4
-    it.begin(["a"], 1, by_layer=True)
-    assert it.outlook.lead == pytest.approx(9)
+    assert it.outlook() == Outlook()
+    step(it, clock, "a", took=4)
+    # Two steps, one every three seconds, of which four seconds of the first have passed.
+    assert it.outlook() == Outlook(2.0, 4.0, 3.0)
+    clock.now += 1
+    assert it.outlook().lead == 1.0
+    clock.now += 9
+    assert it.outlook().lead == 0.0
+
+
+def test_intervals_are_of_steps_that_compute() -> None:
+    it, clock = known()
+    assert it.outlook().interval == 2.0
+    for _ in range(20):
+        step(it, clock, computing=0, took=9)
+    step(it, clock)
+    assert it.outlook().interval == 2.0
+
+
+@pytest.mark.parametrize(("took", "needs"), [(1.0, 2.0), (3.0, 3.0)])
+def test_where_work_is_queued_a_step_runs_behind_those_before(took: float, needs: float) -> None:
+    clock = Clock()
+    it = Rhythm(clock, queues=True)
+    for received in ((), ("a",), ()):
+        it.begin(received, 1, by_layer=True)
+        clock.now += took if received else 1
+        it.end()
+        it.told(["a"], 1)
+        clock.now += 1 - (took - 1 if received else 0)
+    outlook = it.outlook()
+    assert outlook.step == needs
 
 
 def test_what_is_reported_while_nobody_computes_says_nothing_about_steps_that_do() -> None:
@@ -243,28 +328,32 @@ def test_what_is_reported_while_nobody_computes_says_nothing_about_steps_that_do
     step(it, clock, computing=0)
     it.told(["a"], 0)
     step(it, clock, "a")
-    assert it.outlook.lead is None
+    step(it, clock, "b")
+    assert it.outlook() == Outlook()
+    it, clock = known()
     step(it, clock, "b", computing=0, took=9)
-    assert it.outlook.step == pytest.approx(1.0)
+    assert it.outlook().step == 1.0
 
 
 def test_a_step_counts_without_what_it_waited_and_only_when_it_reads_a_load() -> None:
-    it, clock = rhythm()
+    it, clock = known()
     step(it, clock, took=9)
-    assert it.outlook.step is None
-    step(it, clock, "a", took=5, waited=3)
-    assert it.outlook.step == pytest.approx(2)
+    assert it.outlook().step == 1.0
+    for _ in range(3):
+        step(it, clock, "a", took=5, waited=2)
+    assert it.outlook().step == 3.0
     step(it, clock, took=9)
-    assert it.outlook.step == pytest.approx(2)
+    assert it.outlook().step == 3.0
 
 
 def test_a_step_that_needs_all_layers_before_it_begins_leaves_no_time() -> None:
-    it, clock = rhythm()
-    it.begin(["a"], 1, by_layer=False)
-    clock.now += 5
-    it.waited(3)
-    it.end()
-    assert it.outlook.step == 0.0
+    it, clock = known()
+    for _ in range(3):
+        it.begin(["a"], 1, by_layer=False)
+        clock.now += 5
+        it.waited(3)
+        it.end()
+    assert it.outlook().step == 0.0
 
 
 def test_one_measurement_that_is_far_off_changes_nothing_and_a_new_pace_shows() -> None:
@@ -282,20 +371,19 @@ def test_one_measurement_that_is_far_off_changes_nothing_and_a_new_pace_shows() 
 def test_what_was_reported_is_forgotten_with_the_step_that_knows(steps: list[tuple[int, bool, int]]) -> None:
     """However requests come: nothing is kept for longer, and no figure is below zero."""
     it, clock = rhythm()
-    known: list[str] = []
+    names: list[str] = []
     for number, (count, by_layer, computing) in enumerate(steps):
-        it.begin(known, computing, by_layer=by_layer)
+        it.begin(names, computing, by_layer=by_layer)
         clock.now += 0.5
         it.waited(0.25 * count)
         it.end()
-        known = [f"{number}-{other}" for other in range(count)]
-        it.told(known, computing)
-    it.begin(known, 1, by_layer=True)
+        names = [f"{number}-{other}" for other in range(count)]
+        it.told(names, computing)
+    it.begin(names, 1, by_layer=True)
     assert not it._told
-    for figure in (it.outlook.lead, it.outlook.step):
+    outlook = it.outlook()
+    for figure in (outlook.lead, outlook.step, outlook.interval):
         assert figure is None or figure >= 0
-    assume(any(count and computing for count, _, computing in steps))
-    assert it.outlook.lead is not None
 
 
 def test_a_request_that_is_aborted_before_its_step_is_not_remembered_for_ever() -> None:
@@ -304,7 +392,3 @@ def test_a_request_that_is_aborted_before_its_step_is_not_remembered_for_ever() 
         it.told([f"aborted {number}"], 1)
         clock.now += 1.0
     assert len(it._told) <= 10
-    it.told(["a"], 1)
-    clock.now += 2.0
-    it.begin(["a"], 1, by_layer=True)
-    assert it.outlook.lead == pytest.approx(2.0)
