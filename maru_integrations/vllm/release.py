@@ -53,27 +53,25 @@ class Outlook:
     """How an engine steps, in seconds; ``None``: not known.
 
     ``lead``: from now until the step begins that reads a load which is reported now. ``step``: how long that one goes
-    on until it needs the load to have ended, without what it waits for loads. ``interval``: from now until a load can
-    be reported again.
+    on until it needs the load to have ended, without what it waits for loads. ``patience``: how long it may wait.
     """
 
     lead: float | None = None
     step: float | None = None
-    interval: float = 0.0
+    patience: float = 0.0
 
 
 def is_due(progress: Progress, minimum: int, computing: int, outlook: Outlook) -> bool:
     """Whether to release a load when a step of ``computing`` requests ends, rather than when the next one does.
 
     Never before ``minimum`` layers are there. From then on at once when nobody computes, when the engine's steps are
-    not known, and when all layers are there. Else when what the others would wait for it now is less than what its
-    request would wait for them if it were released with the next step.
+    not known, and when all layers are there.
     """
     if progress.done < minimum:
         return False
     if not computing or outlook.lead is None or outlook.step is None:
         return True
-    return progress.remaining <= outlook.lead + outlook.step + outlook.interval / 2
+    return progress.remaining <= outlook.lead + outlook.step + outlook.patience
 
 
 @define
@@ -101,7 +99,9 @@ class Rhythm:
     Told by the thread that runs them: :meth:`begin`, :meth:`waited`, :meth:`end` and :meth:`told`, in this order.
 
     Where the device ``queues`` work, a step that was submitted runs behind those submitted before, as many as vLLM is
-    ahead: it needs the load when as many steps later have passed as it took to hear of it, or when it is submitted.
+    ahead: it needs the load when as many more intervals have passed as it took to hear of it, or when all of it is
+    submitted, if that is later. There a load is released with the step that fits it best, which may be half an interval too
+    early for the others, and not with the first that is late enough: its request would wait for that as long.
     """
 
     _clock: Callable[[], float] = time.monotonic
@@ -126,7 +126,7 @@ class Rhythm:
             return Outlook()
         ahead = steps * interval
         lead = max(0.0, ahead - (self._clock() - self._began))
-        return Outlook(lead, max(step, ahead) if self._queues else step, interval)
+        return Outlook(lead, max(step, ahead), interval / 2) if self._queues else Outlook(lead, step)
 
     def begin(self, received: Collection[str], computing: int, *, by_layer: bool) -> None:
         """A step begins; vLLM knows from it on that these were ``received``.

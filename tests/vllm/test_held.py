@@ -288,7 +288,6 @@ def test_in_an_engine_a_hit_beside_a_request_that_decodes_is_held_and_one_alone_
         measured = Rhythm.outlook(worker._rhythm)
         assert measured.lead is not None, "beside the request that decodes"
         assert measured.step
-        assert measured.interval
         gate.clear()
         released.clear()  # when its last layer was there
         output = engine.step()

@@ -35,7 +35,7 @@ def test_whatever_is_measured_the_minimum_holds_and_nothing_is_held_for_nothing(
     elif not computing or progress.done == progress.layers or outlook.lead is None or outlook.step is None:
         assert due
     elif due:
-        assert progress.remaining <= outlook.lead + outlook.step + outlook.interval / 2
+        assert progress.remaining <= outlook.lead + outlook.step + outlook.patience
         assert is_due(progress, minimum, 0, outlook)
 
 
@@ -49,8 +49,8 @@ def test_whatever_is_measured_the_minimum_holds_and_nothing_is_held_for_nothing(
         (0, 0, Outlook(), False),
         (1, 1, Outlook(0.02, 0.0188), True),
         (1, 1, Outlook(0.02, 0.0187), False),
-        (1, 1, Outlook(0.02, 0.0150, 0.0075), True),
-        (1, 1, Outlook(0.02, 0.0150, 0.0074), False),
+        (1, 1, Outlook(0.02, 0.0150, 0.00375), True),
+        (1, 1, Outlook(0.02, 0.0150, 0.0037), False),
         (32, 1, Outlook(0.0, 0.0), True),
     ],
 )
@@ -169,7 +169,7 @@ class Life:
 
 
 @given(MACHINES, st.integers(1, 4), st.lists(st.floats(0, 1), min_size=3, max_size=6))
-def test_with_constant_steps_and_a_constant_bus_neither_waits_for_the_other_for_longer_than_half_an_interval(
+def test_with_constant_steps_and_a_constant_bus_a_step_hardly_waits_and_no_token_is_later_than_a_step(
     machine: Machine, minimum: int, phases: list[float]
 ) -> None:
     minimum = min(minimum, machine.layers)
@@ -181,9 +181,8 @@ def test_with_constant_steps_and_a_constant_bus_neither_waits_for_the_other_for_
         soonest, _, soon = eager.load(phase)
         assert released >= soon >= minimum
         layer = max(machine.layer, machine.hit / machine.layers)
-        half = (machine.step + machine.between) / 2
-        assert waited <= layer + half + 1e-6
-        assert first <= soonest + layer + half + 1e-6
+        assert waited <= layer * (1 + 1e-6)
+        assert first <= soonest + machine.step + machine.between + layer * (1 + 1e-6)
 
 
 def test_beside_decoding_requests_a_hit_waits_for_the_bus_until_its_step_would_not() -> None:
@@ -194,10 +193,10 @@ def test_beside_decoding_requests_a_hit_waits_for_the_bus_until_its_step_would_n
     first, waited, released = life.load(0.0)
     soonest, late, soon = eager.load(0.0)
     assert late > 0.01
-    assert waited <= 0.00125 + 0.0035
+    assert waited <= 0.00125
     assert soon < 6
-    assert 8 <= released < 32
-    assert first - soonest <= 0.0035 + 0.00125
+    assert 10 <= released < 32
+    assert first - soonest <= 0.007
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -280,7 +279,6 @@ def known(interval: float = 2.0) -> tuple[Rhythm, Clock]:
         clock.now += interval - 1
         if not received:
             it.told(["a"], 1)
-    assert it.outlook().interval == interval
     return it, clock
 
 
@@ -293,7 +291,7 @@ def test_lead_goes_from_now_until_the_step_that_knows_of_a_report() -> None:
     assert it.outlook() == Outlook()
     step(it, clock, "a", took=4)
     # Two steps, one every three seconds, of which four seconds of the first have passed.
-    assert it.outlook() == Outlook(2.0, 4.0, 3.0)
+    assert it.outlook() == Outlook(2.0, 4.0)
     clock.now += 1
     assert it.outlook().lead == 1.0
     clock.now += 9
@@ -302,11 +300,12 @@ def test_lead_goes_from_now_until_the_step_that_knows_of_a_report() -> None:
 
 def test_intervals_are_of_steps_that_compute() -> None:
     it, clock = known()
-    assert it.outlook().interval == 2.0
+    step(it, clock)
+    usual = it.outlook()
     for _ in range(20):
         step(it, clock, computing=0, took=9)
     step(it, clock)
-    assert it.outlook().interval == 2.0
+    assert it.outlook() == usual
 
 
 @pytest.mark.parametrize(("took", "needs"), [(1.0, 2.0), (3.0, 3.0)])
@@ -320,7 +319,7 @@ def test_where_work_is_queued_a_step_runs_behind_those_before(took: float, needs
         it.told(["a"], 1)
         clock.now += 1 - (took - 1 if received else 0)
     outlook = it.outlook()
-    assert outlook.step == needs
+    assert (outlook.step, outlook.patience) == (needs, 1.0)
 
 
 def test_what_is_reported_while_nobody_computes_says_nothing_about_steps_that_do() -> None:
@@ -382,7 +381,7 @@ def test_what_was_reported_is_forgotten_with_the_step_that_knows(steps: list[tup
     it.begin(names, 1, by_layer=True)
     assert not it._told
     outlook = it.outlook()
-    for figure in (outlook.lead, outlook.step, outlook.interval):
+    for figure in (outlook.lead, outlook.step, outlook.patience):
         assert figure is None or figure >= 0
 
 
