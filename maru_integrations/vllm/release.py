@@ -100,8 +100,8 @@ class Rhythm:
 
     Where the device ``queues`` work, a step that was submitted runs behind those submitted before, as many as vLLM is
     ahead: it needs the load when as many more intervals have passed as it took to hear of it, or when all of it is
-    submitted, if that is later. There a load is released with the step that fits it best, which may be half an interval too
-    early for the others, and not with the first that is late enough: its request would wait for that as long.
+    submitted, if that is later. There a load is released with the step that fits it best, up to half an interval early
+    for the others. With the first step that none waits in, its request would wait up to an interval.
     """
 
     _clock: Callable[[], float] = time.monotonic
