@@ -169,11 +169,10 @@ class MaruConfig:
         1, POSITIVE, "Layers that must be loaded before an overlapped request is released to compute.", "layers"
     )
     overlap_spare_decodes: bool = _setting(
-        False,
+        True,
         BOOLEAN,
         "While other requests compute, hold an overlapped request until its step will hardly wait for the load, since "
-        "they would wait with it. Off: release it as soon as `maru_overlap_release_after_layers` layers are there, "
-        "which was the better one on the GPU where both were measured.",
+        "they would wait with it. Off: release it as soon as `maru_overlap_release_after_layers` layers are there.",
     )
     load_admission_window: int = _setting(
         0, COUNT, "Most loads of parked requests in flight at a time; 0: no limit.", "requests"

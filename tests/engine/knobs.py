@@ -20,7 +20,7 @@ LOAD, STORE, OVERLAP = "maru_async_load", "maru_async_store", "maru_overlap_load
 RELEASE, WINDOW = "maru_overlap_release_after_layers", "maru_load_admission_window"
 SPARE, LAYERWISE, WORTH = "maru_overlap_spare_decodes", "maru_use_layerwise", "maru_load_or_compute"
 
-ALL = {LOAD: True, STORE: True, OVERLAP: True, RELEASE: 2, SPARE: True, WINDOW: 1, WORTH: "auto"}
+ALL = {LOAD: True, STORE: True, OVERLAP: True, RELEASE: 2, SPARE: False, WINDOW: 1, WORTH: "auto"}
 FORMER = ("maru_enable_deferred_loading", "maru_enable_write_behind", "maru_enable_layerwise_overlap")
 
 #: Each setting alone and all of them together: so every two of them meet switched on, off, and one without the other.
@@ -29,7 +29,7 @@ SETS: dict[str, dict[str, Any]] = {
     "store": {STORE: True},
     "overlap": {OVERLAP: True},
     "release": {RELEASE: 2},
-    "spare": {SPARE: True},
+    "spare": {SPARE: False},
     "window": {WINDOW: 1},
     "layerwise": {LAYERWISE: True},
     "worth": {WORTH: "auto"},

@@ -17,6 +17,7 @@ ALL = {
     "maru_async_load": True,
     "maru_async_store": True,
     "maru_overlap_load_with_compute": True,
+    "maru_overlap_spare_decodes": False,  # how many are released early is asked for
 }
 
 
