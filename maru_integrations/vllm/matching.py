@@ -20,6 +20,9 @@ from maru_integrations.vllm.waits import Wait
 POLL = 0.001
 #: The same while the engine has nothing else to do: asking in a loop would only keep the server off the processor.
 IDLE_POLL = 0.01
+#: Seconds from one question of a request that was answered BUSY to the next: what a load has given back reaches the
+#: server a moment after its answer.
+AGAIN = 0.002
 #: The key of no object: asking for it leases nothing, however late the answer comes.
 _NOBODYS = hashlib.blake2b(digest_size=KEY_SIZE, person=b"maru-probe").digest()
 
@@ -30,6 +33,10 @@ class Matcher:
     A match is a promise: the lease is taken with the answer and kept, however often vLLM asks, until the load that uses
     it has ended or the request is gone. Whole chunks only, the last one clipped so that at least one token is left to
     compute and the hit ends on a block boundary.
+
+    What is there but over the share of the pool that one session may lease is BUSY. While loads of this engine are
+    under way, which give back what they hold, such a request waits in line and asks again, until its first deadline.
+    Invariants: who waits in line holds nothing; only the first of the line asks, once per step at most.
     """
 
     def __init__(
@@ -43,7 +50,9 @@ class Matcher:
         clock: Callable[[], float],
         breaker: Breaker | None = None,
         count: Callable[[str], None] = lambda name: None,
+        loading: Callable[[], bool] = lambda: False,
     ) -> None:
+        """``loading``: whether loads of this engine are under way."""
         self._handler = handler
         self._chunk = chunk_tokens
         self._block = block_size
@@ -52,6 +61,10 @@ class Matcher:
         self._clock = clock
         self._breaker = Breaker(clock) if breaker is None else breaker
         self._count = count
+        self._loading = loading
+        #: By request id, who was answered BUSY and waits.
+        self._line: dict[str, None] = {}
+        self._again = 0.0
         self._idle = False
         self._patience = POLL
         self._probe: Lookup | None = None
@@ -74,6 +87,7 @@ class Matcher:
         """
         cap = (num_tokens - 1) // self._block * self._block
         if state.chain is None or state.failed or local >= cap:
+            self._leave_line(state)
             return 0
         if state.lookup is not None and local // self._chunk < state.lookup.first_chunk:
             # vLLM's own prefix has become shorter since: the answer would leave a gap.
@@ -87,7 +101,7 @@ class Matcher:
                 return 0
             hit = self._look_up(state, num_tokens, local, cap)
             if hit is None:
-                return None if state.lookup is not None else 0
+                return None if state.lookup is not None or state.busy is not None else 0
         hit.local = local
         hit.tokens = max(0, min((hit.first_chunk + hit.chunks) * self._chunk, cap) - local)
         return hit.tokens
@@ -110,6 +124,7 @@ class Matcher:
 
     def drop(self, state: RequestState) -> None:
         """Give back what a request has asked for and not used."""
+        self._leave_line(state)
         if state.lookup is not None:
             state.lookup.pending.cancel()
             state.lookup = None
@@ -132,10 +147,13 @@ class Matcher:
                 state.passed_over = True
                 self._count("lookups_skipped")
             return None
+        if state.busy is not None and state.lookup is None and not self._is_next(state):
+            return None
         # Asked when the request arrived: now it is looked for first.
         early = state.lookup is not None and not state.lookup.polled
         try:
             if state.lookup is None and not self._ask(state, num_tokens, local, cap):
+                self._leave_line(state)
                 return None
             lookup = state.lookup
             assert lookup is not None
@@ -143,6 +161,7 @@ class Matcher:
         except MaruError as error:
             self._log.debug("maru.lookup_failed", request=state.request.request_id, reason=str(error))
             state.lookup = None
+            self._leave_line(state)
             if early:
                 # A server that restarted while the request stood in line has kept what it had.
                 return self._look_up(state, num_tokens, local, cap)
@@ -158,6 +177,7 @@ class Matcher:
             lease = lookup.pending.end()
         state.lookup = None
         if lease is None:
+            self._leave_line(state)
             state.asked = True
             self._breaker.failed()
             self._count("lookups_late")
@@ -167,6 +187,11 @@ class Matcher:
             # There, but this session had leased its share for those before it, who may have given it back.
             self._handler.release(lease)
             return self._look_up(state, num_tokens, local, cap)
+        if Presence.BUSY in lease.statuses and state.patient and self._loading():
+            self._handler.release(lease)
+            self._join_line(state, lookup.wait)
+            return None
+        self._leave_line(state)
         state.asked = True
         chunks = self._usable(lease)
         if chunks == 0:
@@ -174,6 +199,29 @@ class Matcher:
             return None
         state.hit = Hit(lease, lookup.first_chunk, chunks)
         return state.hit
+
+    def _join_line(self, state: RequestState, wait: Wait) -> None:
+        """Nothing is kept meanwhile: two that each had a part of what they need would wait for each other."""
+        if state.busy is None:
+            state.busy = wait
+            self._count("lookups_busy")
+        self._line[str(state.request.request_id)] = None
+        self._again = self._clock() + AGAIN
+
+    def _leave_line(self, state: RequestState) -> None:
+        state.busy = None
+        self._line.pop(str(state.request.request_id), None)
+
+    def _is_next(self, state: RequestState) -> bool:
+        """Whether a request that waits in line is to ask now."""
+        assert state.busy is not None
+        now = self._clock()
+        if state.busy.is_over(now) or not self._loading():
+            # Nobody gives anything back, or not in time: a part is better than nothing.
+            self._leave_line(state)
+            state.patient = False
+            return True
+        return next(iter(self._line)) == str(state.request.request_id) and now >= self._again
 
     def _poll(self, lookup: Lookup) -> Lease | None:
         while True:

@@ -56,6 +56,10 @@ class RequestState:
 
     request: Any
     chain: KeyChain | None
+    #: It was answered BUSY, and asks again when it is first of those, for as long as this; see Matcher.
+    busy: Wait | None = None
+    #: It has waited for that: whatever the next answer says counts.
+    patient: bool = True
     blocks: list[int] = field(factory=list)
     next_chunk: int = 0
     known: range = range(0)
@@ -84,6 +88,7 @@ class RequestState:
         self.next_chunk = 0
         self.known = range(0)
         self.asked = False
+        self.patient = True
         self.tainted = False
         self.outdated = False
 

@@ -56,6 +56,7 @@ class MaruScheduler:
         self._requests = LiveRequests(namespace.root, settings.chunk_tokens, settings.objects_per_chunk)
         self._states = states = self._requests.states
         self._breaker = Breaker(clock)
+        self._loads = loads = Loads()
         self._matcher = Matcher(
             handler,
             chunk_tokens=settings.chunk_tokens,
@@ -65,10 +66,10 @@ class MaruScheduler:
             clock=clock,
             breaker=self._breaker,
             count=self._stats.count,
+            loading=lambda: len(loads) > 0,
         )
         self._resets = Resets(handler, clock)
         self._parking = Parking(settings.block_size, settings.block_budget, settings.window)
-        self._loads = Loads()
         self._stores = Stores(clock)
         self._worth = Worth(clock, settings.token_bytes) if settings.token_bytes else None
         self._quarantine = Quarantine(settings.block_size, states, self._loads)

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 COUNTERS: Mapping[str, str] = {
     "lookups": "Look-ups sent to the server.",
     "lookups_late": "Look-ups given up because no answer came in time.",
+    "lookups_busy": "Look-ups that were asked again because loads of this engine held its share of the pool.",
     "lookups_skipped": "Requests that were computed without a look-up because the server counts as away.",
     "loads": "Loads that ended well.",
     "loads_failed": "Loads of which something had to be computed again.",
