@@ -56,14 +56,14 @@ class RequestState:
 
     request: Any
     chain: KeyChain | None
-    #: It was answered BUSY, and asks again when it is first of those, for as long as this; see Matcher.
-    busy: Wait | None = None
-    #: It has waited for that: whatever the next answer says counts.
-    patient: bool = True
     blocks: list[int] = field(factory=list)
     next_chunk: int = 0
     known: range = range(0)
     lookup: Lookup | None = None
+    #: It was answered BUSY, and asks again when it is first of those, for as long as this; see Matcher.
+    busy: Wait | None = None
+    #: Whether it may wait for that: afterwards the next answer counts, whatever it is.
+    patient: bool = True
     hit: Hit | None = None
     asked: bool = False
     passed_over: bool = False
