@@ -23,6 +23,8 @@ IDLE_POLL = 0.01
 #: Seconds from one question of a request that was answered BUSY to the next: what a load has given back reaches the
 #: server a moment after its answer.
 AGAIN = 0.002
+#: Seconds after which that has happened in any case.
+REACHED = 0.05
 #: The key of no object: asking for it leases nothing, however late the answer comes.
 _NOBODYS = hashlib.blake2b(digest_size=KEY_SIZE, person=b"maru-probe").digest()
 
@@ -65,6 +67,7 @@ class Matcher:
         #: By request id, who was answered BUSY and waits.
         self._line: dict[str, None] = {}
         self._again = 0.0
+        self._given_back = -REACHED
         self._idle = False
         self._patience = POLL
         self._probe: Lookup | None = None
@@ -132,6 +135,10 @@ class Matcher:
             self._handler.release(state.hit.lease)
             state.hit = None
 
+    def given_back(self) -> None:
+        """A load has ended, and its lease was released."""
+        self._given_back = self._clock()
+
     def remember_bad(self, key: bytes, entry: int, generation: int) -> None:
         """This object failed to load: the same bytes must not be promised to anybody again."""
         self._bad[(key, entry, generation)] = None
@@ -187,7 +194,7 @@ class Matcher:
             # There, but this session had leased its share for those before it, who may have given it back.
             self._handler.release(lease)
             return self._look_up(state, num_tokens, local, cap)
-        if Presence.BUSY in lease.statuses and state.patient and self._loading():
+        if Presence.BUSY in lease.statuses and state.patient and self._gives_back():
             self._handler.release(lease)
             self._join_line(state, lookup.wait)
             return None
@@ -199,6 +206,10 @@ class Matcher:
             return None
         state.hit = Hit(lease, lookup.first_chunk, chunks)
         return state.hit
+
+    def _gives_back(self) -> bool:
+        """Whether what this engine may lease will be more, as far as is known."""
+        return self._loading() or self._clock() - self._given_back < REACHED
 
     def _join_line(self, state: RequestState, wait: Wait) -> None:
         """Nothing is kept meanwhile: two that each had a part of what they need would wait for each other."""
@@ -216,7 +227,7 @@ class Matcher:
         """Whether a request that waits in line is to ask now."""
         assert state.busy is not None
         now = self._clock()
-        if state.busy.is_over(now) or not self._loading():
+        if state.busy.is_over(now) or not self._gives_back():
             # Nobody gives anything back, or not in time: a part is better than nothing.
             self._leave_line(state)
             state.patient = False

@@ -67,6 +67,7 @@ class Outcomes:
         if done is None:
             return
         self.handler.release(done.lease)
+        self.matcher.given_back()
         if done.disowned:
             return
         self.parking.end_load(done.request_id)
