@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import Final
 
 from maru_core.contracts import Region
+from maru_core.processors import spare
 
 #: Bytes that a thread populates at a time.
 STEP: Final = 64 << 20
@@ -34,7 +34,7 @@ class Population:
         self._done: set[int] = set()
         self._reached = 0
         self._stopped = False
-        for number in range(threads or max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 4))):
+        for number in range(threads or spare(MAX_THREADS)):
             try:
                 threading.Thread(target=self._work, name=f"maru-populate-{number}", daemon=True).start()
             except RuntimeError:

@@ -8,7 +8,6 @@ while the host fills or empties the other.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,6 +19,7 @@ from attrs import define
 
 from maru_core import logs
 from maru_core.contracts import MemorySpan, PinnedMemory
+from maru_core.processors import spare
 from maru_transfer.helpers import share
 
 #: Bytes of each of the two buffers.
@@ -57,7 +57,7 @@ class Crossing:
         self._half = half
         self._halves: list[_Half] | None = None
         self._turn = 0
-        self._threads = threads or max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 4))
+        self._threads = threads or spare(MAX_THREADS)
         self._pool: ThreadPoolExecutor | None = None
 
     def to_device(self, host: memoryview, device: torch.Tensor, stretches: Sequence[tuple[int, int]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Final
 
 from attrs import frozen
 
+from maru_core.processors import spare
 from maru_transfer.helpers import share
 
 #: Threads that read what is compared: some 6 GB/s each. That is a sixteenth of a load on average, of some loads twice
@@ -20,8 +20,8 @@ _PARTS: Final = 4
 
 
 def threads() -> int:
-    """A quarter of this process's processors, from 1 to 4: the others are the engine's."""
-    return max(1, min(_MOST, len(os.sched_getaffinity(0)) // 4))
+    """Of one loader."""
+    return spare(_MOST)
 
 
 @frozen(eq=False)
