@@ -239,15 +239,14 @@ class Lives(RuleBasedStateMachine):
             state = world.states[name]
             if found is None:
                 assert state.hit is None
-                assert state.busy is None or state.lookup is not None or name in world.matcher._line
+                assert state.lookup is not None or name in world.matcher._line
             elif found == 0 or takes:
                 del self.waiting[name]
                 if found:
                     world.load(name)
                 else:
                     world.matcher.drop(state)
-        over = world.now - AGAIN
-        assert world.store.lookups - asked <= 2 * len(fresh) + len(in_line), over
+        assert world.store.lookups - asked <= 2 * len(fresh) + len(in_line)
 
     @invariant()
     def who_waits_holds_nothing_but_what_is_asked_and_nobody_waits_for_ever(self) -> None:
