@@ -232,7 +232,7 @@ def test_a_release_and_an_end_at_the_same_moment_are_told_once(holding: Holding)
     for load_id in range(1, count + 1):
         loader.submit([world.load(load_id, 1 + load_id % 7, 11 + load_id % 7, overlap=True)])
         if load_id % 4 == 0:
-            world.until(loads=load_id, poll=lambda: loader.release(0, SHORT))
+            world.until(loads=load_id, poll=lambda: loader.release(0, lambda: SHORT))
     assert sorted(world.received) == sorted(f"r{number}" for number in range(1, count + 1))
     assert [result.load_id for result in world.heard.loads] == list(range(1, count + 1))
     assert all(result == LoadResult(result.load_id, 2) for result in world.heard.loads)
