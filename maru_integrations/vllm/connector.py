@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from maru_integrations.vllm.engines import EngineChooser, NoEngine
 from maru_integrations.vllm.guard import Guard
 from maru_integrations.vllm.metadata import UNAVAILABLE, MaruConnectorMetadata, MaruHandshake, StoreOp
 from maru_integrations.vllm.stats import MaruPromMetrics, MaruStats
+from maru_integrations.vllm.turns import take_prompt_turns
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +55,8 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
         #: Parked requests that vLLM has noted as received since the last step was planned.
         self._received: set[str] = set()
         self._refused: str | None = None
+        #: What this side changed in its process, until it has nothing to do any more.
+        self._changes = ExitStack()
         #: Set by the first step: until then vLLM only starts, and nobody waits for an answer.
         self._at_work = threading.Event()
         self._asks_scheduler_for_stats = compat.asks_scheduler_for_stats()
@@ -65,6 +69,7 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._refuse(plan, tell=role == KVConnectorRole.SCHEDULER)
             return
         self._plan = plan
+        self._changes.callback(take_prompt_turns())
         if role == KVConnectorRole.SCHEDULER:
             setup.warn_of_idle_knobs(config, parks=self._parks(config))
             if compat.set_recompute_policy(vllm_config):
@@ -79,6 +84,7 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
     def _refuse(self, reason: str, *, tell: bool) -> None:
         self._refused = reason
         self._scheduler = None
+        self._changes.close()
         if tell:
             self._log.warning("maru.disabled", reason=reason, effect="no request of this engine gets hits or is stored")
 
@@ -359,3 +365,4 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             if side is not None:
                 self._guard.run("shutdown", lambda: None, side.close)
         self._scheduler = self._worker = None
+        self._changes.close()

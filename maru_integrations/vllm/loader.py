@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, closing
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,6 @@ from maru_integrations.vllm.release import Outlook
 from maru_integrations.vllm.releasing import LoaderSettings, Releases, Underway
 from maru_integrations.vllm.streams import Lane, on_lane
 from maru_integrations.vllm.stuck import StuckWatch
-from maru_integrations.vllm.turns import prompt_turns
 
 #: How long vLLM's thread waits for a load that is in use before it looks at deadlines again, in seconds.
 _PATIENCE = 0.1
@@ -75,8 +74,6 @@ class Loader:
         self._helper = Helper("maru-load", self._run)
         #: Only the loader's thread touches this.
         self._next = NextLoad()
-        #: Called when the copy begins; likewise.
-        self._begun: Callable[[], object] = _nothing
         self._watch = StuckWatch()
         #: What the thread moves bytes with, for people.
         self._engine = ""
@@ -273,11 +270,7 @@ class Loader:
         tried, good, reason, why = 0, 0, "", ""
         start = time.perf_counter()
         try:
-            # Until its bytes are on their way the bus may be idle, and every call of the device's lets go of the lock.
-            with ExitStack() as turns:
-                turns.enter_context(prompt_turns())
-                self._begun = turns.close
-                tried, good = self._move(job, beside)
+            tried, good = self._move(job, beside)
         except BaseException as error:  # noqa: BLE001 - whatever it is, this load failed and the next ones go on
             why = show(error)
             # Then the objects are not at fault.
@@ -326,11 +319,7 @@ class Loader:
         copying, least = partial(self._copying, job), len(job.piece)
         planned = self._next.take(job, link, self._plan)
         with closing(planned.load):
-
-            def begun() -> None:
-                self._begun()
-                self._plan_ahead(job, link, beside)
-
+            begun = partial(self._plan_ahead, job, link, beside)
             moved, good = carry_out(planned, copying, self._brake, least, beside, begun)
         if good == moved < planned.count:
             moved = good = moved // self._shape.objects * self._shape.objects
@@ -346,7 +335,6 @@ class Loader:
             began, nbytes = self._clock(), planned.count * self._shape.nbytes // self._shape.objects
             # First, so that the bus waits for nothing that can be done meanwhile.
             load = planned.load.begin()
-            self._begun()
             self.in_use.begin(job.op, load)
             underway = Underway(job, load, began, nbytes)
             sound = True
@@ -399,7 +387,3 @@ class Loader:
     def _tell_failure(self, op: LoadOp, end: Ended) -> None:
         if end.reason != CANCELLED:
             self._log.warning("maru.load_error", request=op.request_id, objects_loaded=end.good, error=end.why)
-
-
-def _nothing() -> None:
-    """Nobody waits for a copy to begin."""

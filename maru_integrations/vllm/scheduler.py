@@ -23,7 +23,6 @@ from maru_integrations.vllm.resets import Resets
 from maru_integrations.vllm.stats import MaruStats, Report
 from maru_integrations.vllm.storing import Stores
 from maru_integrations.vllm.tables import Scheduled, Tables
-from maru_integrations.vllm.turns import prompt_turns
 from maru_integrations.vllm.worth import Worth
 
 
@@ -117,13 +116,11 @@ class MaruScheduler:
     def arrived(self, request: Any) -> None:
         """vLLM will consider the request in one of the next steps."""
         if self._block_pool is not None:
-            with prompt_turns():
-                self._promises.arrived(request, self._block_pool)
+            self._promises.arrived(request, self._block_pool)
 
     def match(self, request: Any, local: int) -> tuple[int | None, bool]:
         """Tokens beyond ``local`` that will be loaded, and whether the request is parked while they are."""
-        with prompt_turns():
-            return self._promises.match(request, local)
+        return self._promises.match(request, local)
 
     def after_alloc(self, request: Any, blocks: Any, external: int) -> None:
         """vLLM gave the request blocks; ``external`` tokens of what was promised will be used."""

@@ -1,30 +1,37 @@
-"""Taking the interpreter's lock back soon after a call that has let go of it."""
+"""How soon a thread of an engine's process gets the interpreter's lock when another one computes."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
-#: Seconds that another thread may go on for when this one wants the lock.
+#: Seconds that a thread goes on for when another one wants the lock; by default 5 ms.
 SOON = 0.0001
 
 
-@contextmanager
-def prompt_turns() -> Iterator[None]:
-    """What touches a socket in this block waits hardly longer for a thread that computes than for the socket.
+def take_prompt_turns() -> Callable[[], None]:
+    """From now on no thread of this process waits much longer than :data:`SOON` for one that runs Python.
 
-    A thread that runs Python keeps the interpreter's lock for ``sys.getswitchinterval()`` seconds after another has
-    asked for it, 5 ms by default, and every call into a socket gives it away. In vLLM's engine process one thread makes
-    the requests of a burst, some milliseconds of Python each, while the scheduler's thread asks for the first of them.
-    The interval is the process's: other threads that wait for the lock meanwhile get it as soon.
+    In vLLM's engine process one thread makes requests, some milliseconds of Python each, one schedules and submits
+    layers, and ours plan and begin copies; each of them lets go of the lock hundreds of times in a hit, in calls into
+    sockets and drivers. What they wait for each other by default is more than what they compute.
+
+    The interval is the process's, so it is set once and not around what is urgent: whoever sets it back for one thread
+    does so for all. Returns what puts back the interval that was there; a shorter one stays, and so does one that
+    somebody has set since.
     """
     before = sys.getswitchinterval()
     if before <= SOON:
-        yield
-        return
+        return _nothing
     sys.setswitchinterval(SOON)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
+    ours = sys.getswitchinterval()
+
+    def put_back() -> None:
+        if sys.getswitchinterval() == ours:
+            sys.setswitchinterval(before)
+
+    return put_back
+
+
+def _nothing() -> None:
+    """It is not ours."""
