@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +20,6 @@ def vllm_leaves_no_environment() -> Iterator[None]:
     for name in os.environ.keys() - saved.keys():
         del os.environ[name]
     os.environ.update(saved)
-
-
-@pytest.fixture(autouse=True)
-def connectors_leave_no_interval() -> Iterator[None]:
-    """A connector that nobody shuts down keeps the turns of its process short."""
-    interval = sys.getswitchinterval()
-    yield
-    sys.setswitchinterval(interval)
 
 
 @pytest.fixture(scope="session")
