@@ -38,6 +38,11 @@ def register_by_name(name: str, module: str) -> None:
         KVConnectorFactory.register_connector(name, module, name)
 
 
+def schedules_ahead(vllm_config: Any) -> bool:
+    """Whether a step is planned and submitted before the results of the one before are there."""
+    return bool(vllm_config.scheduler_config.async_scheduling)
+
+
 def parks_hits(vllm_config: Any) -> bool:
     """Whether hits must be parked and loaded between steps.
 
@@ -46,7 +51,7 @@ def parks_hits(vllm_config: Any) -> bool:
     when the failure is reported, and the V2 runner keeps its own count of computed tokens.
     """
     return bool(
-        vllm_config.scheduler_config.async_scheduling
+        schedules_ahead(vllm_config)
         or vllm_config.parallel_config.pipeline_parallel_size > 1
         or getattr(vllm_config, "use_v2_model_runner", False)
     )

@@ -234,7 +234,7 @@ class MaruKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._answers,
             setup.chunk_shape(plan, paged),
             layer_names=plan.geometry.layer_names,
-            threads=setup.threads_of(plan, paged, layers[0].device),
+            threads=setup.threads_of(plan, paged, layers[0].device, ahead=compat.schedules_ahead(self._vllm_config)),
             log_timing=plan.config.log_timing,
         )
         self._guard.run("connect", lambda: None, self._connect_worker, worker)

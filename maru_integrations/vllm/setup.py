@@ -183,8 +183,8 @@ def chunk_shape(plan: Plan, paged: PagedLayout) -> ChunkShape:
     return ChunkShape(plan.geometry.block_size, plan.chunk_tokens, plan.stored.nbytes * objects, objects)
 
 
-def threads_of(plan: Plan, paged: PagedLayout, device: Any) -> Threads:
-    """Which threads a worker has beside vLLM's own."""
+def threads_of(plan: Plan, paged: PagedLayout, device: Any, *, ahead: bool) -> Threads:
+    """Which threads a worker has beside vLLM's own. ``ahead``: see :class:`Threads`."""
     config = plan.config
     loads = stores = None
     if config.async_load:
@@ -200,7 +200,7 @@ def threads_of(plan: Plan, paged: PagedLayout, device: Any) -> Threads:
         # What waits to be stored keeps its blocks from others.
         limit = paged.num_blocks * page // 4
         stores = SaverSettings(limit, timeout=config.store_timeout, log_timing=config.log_timing)
-    return Threads(lambda: lane_for(device), loads, stores)
+    return Threads(lambda: lane_for(device), loads, stores, ahead)
 
 
 def open_link(

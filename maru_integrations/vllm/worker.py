@@ -38,11 +38,15 @@ _STEPS_IN_FLIGHT = 8
 
 @frozen
 class Threads:
-    """What is done beside the steps; ``None``: within them. ``lane`` makes the lane of one thread."""
+    """What is done beside the steps; ``None``: within them. ``lane`` makes the lane of one thread.
+
+    ``ahead``: vLLM submits a step before it hands out the tokens of the one before.
+    """
 
     lane: Callable[[], Lane]
     loads: LoaderSettings | None = None
     stores: SaverSettings | None = None
+    ahead: bool = False
 
 
 @define
@@ -102,8 +106,11 @@ class MaruWorker:
         self._saver: Saver | None = None
         #: Whether a step may have to wait before a layer: only then does anybody need to be told of each.
         self.waits_by_layer = threads is not None and threads.loads is not None and threads.loads.releases_early
+        #: Whether a step that has queued all that it reads may leave it to the next one to wait for the loads' ends.
+        self._may_settle_later = False
         if threads is not None and threads.loads is not None:
             lane = threads.lane()
+            self._may_settle_later = lane.queues and threads.ahead
             self._rhythm = Rhythm(queues=lane.queues)
             self._loader = Loader(self.connect, shape, answers, lane, threads.loads, on_late_failure=self._failed_late)
         if threads is not None and threads.stores is not None:
@@ -113,6 +120,9 @@ class MaruWorker:
         #: A load failed after its release. Set by any thread, taken by vLLM's.
         self._has_failed_late = False
         self._distrusted_steps = 0
+        #: What the step that runs, or the last one, reads had not ended when it began: it waits for that, or the next.
+        self._is_unsettled = False
+        self._settles_later = False
         #: Loads that this step's forward pass reads layer by layer while they arrive.
         self._read_early: list[LoadOp] = []
         #: Asynchronous stores of a step whose ``wait_for_save`` has not come (0.22 leaves it out of empty steps).
@@ -143,6 +153,9 @@ class MaruWorker:
         """Before this returns, blocks that were taken away are neither read nor written to any more."""
         if not metadata.preempted and not metadata.cancelled_loads:
             return
+        if self._settles_later:
+            # What the last step has read is told before it is stopped.
+            self._learn_outcomes()
         gone = [op for op in self._announced if op.request_id in metadata.preempted]
         self._announced = [op for op in self._announced if op.request_id not in metadata.preempted]
         self._not_stored(gone, PREEMPTED)
@@ -155,7 +168,12 @@ class MaruWorker:
 
     def begin(self, metadata: MaruConnectorMetadata, has_hooks: Callable[[], bool]) -> None:
         """A step begins; ``has_hooks`` tells whether a hook will be called before each of its layers."""
-        self._submit_announced()
+        if self._settles_later:
+            self._learn_outcomes()
+            self._settles_later = False
+            self._store_announced()
+        elif self._announced:
+            self._submit_announced()
         self._weights_epoch = metadata.weights_epoch
         self._announced = [op for op in metadata.stores if op.asynchronous]
         for op in self._announced:
@@ -167,7 +185,7 @@ class MaruWorker:
         in_use = self._loader.in_use
         in_use.use(metadata.received)
         arriving = in_use.ops()
-        needed = bool(arriving)
+        needed = self._is_unsettled = bool(arriving)
         self._computing = metadata.computing
         whole = (needed or bool(metadata.received)) and not has_hooks()
         by_layer = self._hooks.trusted and not whole
@@ -177,6 +195,9 @@ class MaruWorker:
                 self._wait_layer(layer)
         else:
             self._read_early = arriving
+            # Nobody waits for the tokens of the step before where all are behind the same loads.
+            others = metadata.computing > len(arriving)
+            self._settles_later = self._may_settle_later and needed and others and self._stores_nothing_now(metadata)
 
     # -- loads -----------------------------------------------------------------------------------------------------
 
@@ -240,24 +261,39 @@ class MaruWorker:
     def store(self, metadata: MaruConnectorMetadata) -> None:
         """Store, or have stored, the chunks that this step completed; failures skip, never raise."""
         self.settle()
+        if self._settles_later:
+            return
+        now = [op for op in metadata.stores if not op.asynchronous]
+        if not self._store_announced():
+            self._answers.unsaved(now)
+        elif now:
+            self._store(now, metadata.weights_epoch)
+
+    @staticmethod
+    def _stores_nothing_now(metadata: MaruConnectorMetadata) -> bool:
+        return all(op.asynchronous for op in metadata.stores)
+
+    def _store_announced(self) -> bool:
+        """Hand over a step's asynchronous stores. False, and they are not: it may have computed on a failed load."""
         failed, self._load_failed = self._load_failed, False
         if self._has_failed_late:
             self._has_failed_late, self._distrusted_steps = False, _STEPS_IN_FLIGHT
         if self._distrusted_steps:
             self._distrusted_steps -= 1
             failed = True
-        now = [op for op in metadata.stores if not op.asynchronous]
         if failed:
-            self._answers.unsaved(now)
             announced, self._announced = self._announced, []
             self._not_stored(announced, LOAD_FAILED)
-            return
-        self._submit_announced()
-        if now:
-            self._store(now, metadata.weights_epoch)
+        elif self._announced:
+            self._submit_announced()
+        return not failed
 
     def settle(self) -> None:
-        """The forward pass is queued: find out whether the loads that it may have read have failed."""
+        """The forward pass is queued: find out whether the loads that it may have read have failed.
+
+        Where vLLM's thread would hold up the tokens of the step before, which are others' and are there before the
+        loads are, the next step finds out, before it queues anything.
+        """
         if self._loader is None or not self.waits_by_layer:
             return
         if self._rhythm.measures:
@@ -270,7 +306,12 @@ class MaruWorker:
                 effect="what was loaded while this step ran counts as failed; requests wait for all layers from now on",
             )
             self._distrust(arriving)
-        undefined = self._loader.settle()
+        if self._is_unsettled and not self._settles_later:
+            self._learn_outcomes()
+
+    def _learn_outcomes(self) -> None:
+        self._is_unsettled = False
+        undefined = self._loader.settle() if self._loader is not None else []
         if undefined:
             self._distrust(undefined)
 
@@ -282,8 +323,6 @@ class MaruWorker:
 
     def _submit_announced(self) -> None:
         announced, self._announced = self._announced, []
-        if not announced:
-            return
         if self._saver is not None:
             self._saver.submit(announced, self._weights_epoch)
             return

@@ -402,7 +402,9 @@ def make_engine(
             mine._answers,
             ChunkShape(BLOCK, CHUNK, stored.nbytes * plan.objects_per_chunk, plan.objects_per_chunk),
             layer_names=names,
-            threads=setup.threads_of(plan, paged, caches[0].device) if threads is True else threads or None,
+            threads=setup.threads_of(plan, paged, caches[0].device, ahead=ahead)
+            if threads is True
+            else threads or None,
         )
         side.set_xfer_handshake_metadata({0: mine.get_handshake_metadata()})
     engine = Engine(

@@ -16,6 +16,7 @@ from attrs import define, field
 from maru_core.brake import Brake, Pull
 from maru_core.errors import TransferError
 from maru_core.geometry import ChunkCopy, ObjectLayout, PagedLayout
+from maru_integrations.vllm.streams import HostLane
 from tests.waiting import NEVER
 
 
@@ -25,14 +26,22 @@ class Pace:
 
     ``pause``: called before each layer of each copy, to sleep or to wait. ``failures``: errors that the next calls
     raise after half of the work, loads by layer at layer ``at`` (``None``: the last), when the slots of that and all
-    later layers hold garbage. ``whole``: other loads fail, too. ``calls``: what was begun and what ended, in order.
+    later layers hold garbage. ``whole``: other loads fail, too. ``layered``: those by layer do. ``calls``: what was
+    begun and what ended, in order.
     """
 
     pause: Callable[[], None] = lambda: None
     failures: list[BaseException] = field(factory=list)
     at: int | None = None
     whole: bool = True
+    layered: bool = True
     calls: list[str] = field(factory=list)
+
+
+class QueueingLane(HostLane):
+    """As a device's lane, where what was ordered behind a copy may run although that failed."""
+
+    queues = True
 
 
 @define(eq=False)
@@ -54,7 +63,7 @@ class SlowTransfer:
 
     def begin_load(self, block_ids: Sequence[int], copies: Sequence[ChunkCopy]) -> SlowLoad:
         assert not self.closed
-        return SlowLoad(self, list(block_ids), list(copies), self._failure())
+        return SlowLoad(self, list(block_ids), list(copies), self._failure() if self.pace.layered else None)
 
     def close(self) -> None:
         assert not self._busy.locked(), "closed while it copies"

@@ -38,7 +38,7 @@ def key(number: int) -> bytes:
 class World:
     """A worker on a late device, and the steps that vLLM would make."""
 
-    def __init__(self, broken: str = "", early: int = 0) -> None:
+    def __init__(self, broken: str = "", early: int = 0, ahead: bool = False) -> None:
         self.device = Device([[OLD] * BLOCKS for _ in range(LAYERS)])
         self.store = FakeStore()
         self.handler = FakeHandler(self.store)
@@ -62,6 +62,7 @@ class World:
                 lambda: FakeLane(self.device, broken),
                 LoaderSettings(release_after=early, num_layers=LAYERS),
                 SaverSettings(limit_bytes=1 << 20),
+                ahead,
             ),
         )
 

@@ -64,7 +64,7 @@ def decoding(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "most"), [({}, 72), (BESIDE, 77), (OVERLAP, 109)], ids=["within", "beside", "overlap"]
+    ("extra", "most"), [({}, 71), (BESIDE, 76), (OVERLAP, 98)], ids=["within", "beside", "overlap"]
 )
 def test_an_idle_step_asks_nobody_wakes_nobody_and_makes_few_calls(
     engine_on: EngineOn, monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any], most: int

@@ -50,7 +50,10 @@ def threaded(engine_on: EngineOn, store: FakeStore, knobs: dict[str, Any], pace:
     # Objects have 2 KiB.
     stores = SaverSettings(options.pop("limit", 1 << 30), piece_bytes=8192, part_bytes=4096, drain_seconds=5)
     threads = Threads(
-        HostLane, loads if "maru_async_load" in knobs else None, stores if "maru_async_store" in knobs else None
+        options.pop("lane", HostLane),
+        loads if "maru_async_load" in knobs else None,
+        stores if "maru_async_store" in knobs else None,
+        options.get("ahead", False),
     )
     load_timeout, transfer = options.pop("load_timeout", 20), options.pop("transfer", SlowTransfer)
     engine = engine_on(

@@ -29,7 +29,7 @@ from maru_integrations.vllm.worker import Threads
 from tests.vllm.fake_store import FakeStore
 from tests.vllm.lives import check_answers, computes_on_loads, drop_lost, evict, lose, make_texts
 from tests.vllm.mini_engine import LAYERS, Engine, check_store
-from tests.vllm.slow_transfer import BrakedTransfer, Pace, SlowTransfer, sleeping
+from tests.vllm.slow_transfer import BrakedTransfer, Pace, QueueingLane, SlowTransfer, sleeping
 from tests.vllm.steps import change_settings
 from tests.vllm.test_connector import keys_of, settled, warm
 from tests.vllm.test_threads import ERRORS, Steps, finish
@@ -76,10 +76,13 @@ def wild_engine(
     )
     later, beside = knobs.get("maru_async_load"), knobs.get("maru_async_store")
     transfer = rng.choice([SlowTransfer, BrakedTransfer])
+    queues = random.Random(f"lane {knobs}").random() < 0.4
+    ahead = rng.random() < 0.4
+    threads = Threads(QueueingLane if queues else HostLane, loads if later else None, stores if beside else None, ahead)
     engine = engine_on(
         store,
         extra=knobs,
-        threads=Threads(HostLane, loads if later else None, stores if beside else None),
+        threads=threads,
         transfer=lambda caches, paged, stored: transfer(caches, paged, stored, pace),
         num_blocks=rng.choice([16, 20, 32, 64]),
         budget=rng.choice([16, 40, 64, 200]),
@@ -88,9 +91,11 @@ def wild_engine(
         # Not by priority: vLLM may take blocks from a request that it has scheduled in the same step, and leaves those
         # in its prefix cache that the step was to fill.
         prefix_caching=rng.random() < 0.85,
-        ahead=rng.random() < 0.4,
+        ahead=ahead,
     )
     pace.whole = not computes_on_loads(engine)
+    # What was queued behind a copy that failed costs a token where steps run ahead.
+    pace.layered = not (queues and ahead)
     side = engine.side._scheduler
     assert side is not None
     change_settings(side, load_timeout=rng.choice([0.004, 0.05, 20]))
