@@ -195,9 +195,8 @@ class MaruWorker:
                 self._wait_layer(layer)
         else:
             self._read_early = arriving
-            # Nobody waits for the tokens of the step before where all are behind the same loads.
-            others = metadata.computing > len(arriving)
-            self._settles_later = self._may_settle_later and needed and others and self._stores_nothing_now(metadata)
+            if needed and self._may_settle_later:
+                self._settles_later = all(op.asynchronous for op in metadata.stores)
 
     # -- loads -----------------------------------------------------------------------------------------------------
 
@@ -269,10 +268,6 @@ class MaruWorker:
         elif now:
             self._store(now, metadata.weights_epoch)
 
-    @staticmethod
-    def _stores_nothing_now(metadata: MaruConnectorMetadata) -> bool:
-        return all(op.asynchronous for op in metadata.stores)
-
     def _store_announced(self) -> bool:
         """Hand over a step's asynchronous stores. False, and they are not: it may have computed on a failed load."""
         failed, self._load_failed = self._load_failed, False
@@ -291,8 +286,8 @@ class MaruWorker:
     def settle(self) -> None:
         """The forward pass is queued: find out whether the loads that it may have read have failed.
 
-        Where vLLM's thread would hold up the tokens of the step before, which are others' and are there before the
-        loads are, the next step finds out, before it queues anything.
+        Where vLLM's thread would hold up the tokens of the step before, which are there before the loads are, and does
+        what it can of the next step meanwhile, that finds out, before it queues anything.
         """
         if self._loader is None or not self.waits_by_layer:
             return

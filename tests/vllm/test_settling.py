@@ -1,8 +1,8 @@
 """Tokens of the step before are not kept from anybody by a step that reads a load which has not ended.
 
-vLLM hands them out when it has submitted a step, so on a device one that others compute in leaves it to the next step
-to wait for the outcome. What must hold: the next one knows it before it queues anything, what the step computed on a
-load is stored when that is known to be good, and a failure is told with the next step.
+vLLM hands them out when it has submitted a step, and then plans the next. So on a device a step leaves it to the next
+one to wait for the outcome. What must hold: the next one knows it before it queues anything, what the step computed on
+a load is stored when that is known to be good, and a failure is told with the next step.
 """
 
 from __future__ import annotations
@@ -39,12 +39,11 @@ class Scene(World):
         self.transfer.lost = lost
         self.received(loads=[self.stored(NEW)])
 
-    def read(self, computing: int = 2, stores: list[StoreOp] | None = None) -> None:
+    def read(self, stores: list[StoreOp] | None = None) -> None:
         """The step, on the calling thread."""
         self.step(
             lambda: self.attend(1, self.seen),
             received=["r1"],
-            computing=computing,
             stores=[STORE] if stores is None else stores,
         )
 
@@ -83,7 +82,7 @@ def waits(call: Callable[[], object], until: Callable[[], object]) -> bool:
     return waited
 
 
-def test_a_step_with_others_does_not_wait_for_the_load_and_the_next_one_does() -> None:
+def test_a_step_does_not_wait_for_the_load_and_the_next_one_does() -> None:
     with scene() as world:
         world.read()
         message = MaruConnectorMetadata()
@@ -92,11 +91,6 @@ def test_a_step_with_others_does_not_wait_for_the_load_and_the_next_one_does() -
         assert world.seen == [NEW] * LAYERS
         world.answers.take_finished()
         assert world.results()[0] == [1]
-
-
-def test_nobody_else_is_kept_waiting_so_the_step_waits() -> None:
-    with scene() as world:
-        assert waits(lambda: world.read(computing=1), world.let)
 
 
 def test_without_steps_ahead_the_step_waits() -> None:
@@ -177,12 +171,12 @@ def test_the_step_after_it_may_read_another_load(hooks: bool) -> None:
     """Each step leaves its own to the next; one that runs a single graph has waited for all layers first."""
     with scene() as world:
         other = world.stored(NEW, 2)
-        world.step(lambda: world.attend(1, world.seen), received=["r1"], computing=2, stores=[STORE], loads=[other])
+        world.step(lambda: world.attend(1, world.seen), received=["r1"], stores=[STORE], loads=[other])
         received: set[str] = set()
         assert waits(lambda: received.update(world.step()[1]), world.let)
         eventually(lambda: len(world.loads) == 2)
         world.until(lambda: bool(received.update(world.step()[1]) or received))
-        message = MaruConnectorMetadata(received=["r2"], computing=2)
+        message = MaruConnectorMetadata(received=["r2"])
         later: list[int] = []
         world.worker.begin(message, has_hooks=lambda: hooks)
         if hooks:
