@@ -238,11 +238,12 @@ def beside_none(
     ratio = found[MARU, clients, "cold"]["ttft"] / found[NONE, clients, "cold"]["ttft"]
     bounds = [Bound(f"{where}: first sending / without", ratio, POPULATE)]
     alone = runs[NONE, clients, "cold"]
-    for phase in ("cold", "warm"):
-        ours = runs[MARU, clients, phase]
+    for name, phase in ((MARU, "cold"), (MARU, "warm"), (OTHER, "warm")):
+        ours = runs.get((name, clients, phase), ())
         each = len(ours) // len(alone)
         other = sum(differing(ours[n * each : (n + 1) * each], one) for n, one in enumerate(alone))
-        bounds.append(Bound(f"{where}, {phase}: answers other than without", other, 0))
+        if ours:
+            bounds.append(Bound(f"{name}, {clients} clients, {phase}: answers other than without", other, 0))
     return bounds
 
 

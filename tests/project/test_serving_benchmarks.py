@@ -68,6 +68,7 @@ def gpu_runs() -> dict[tuple[str, int, str], list[Run]]:
         runs["maru", clients, "warm"] = [gpu_run(0.1 * share - 0.001, gap=0.0050)] * 4
         runs["offload256", clients, "warm"] = [gpu_run(0.1, gap=0.0060)] * 4
         runs["lmcache-mp", clients, "warm"] = [gpu_run(0.11, gap=0.0051)] * 4
+    runs["maru-b", 1, "warm"] = runs["maru", 1, "warm"]
     return runs
 
 
@@ -93,6 +94,7 @@ def test_a_run_within_all_bounds_misses_none() -> None:
         ("maru", 1, "cold", gpu_run(0.511, cached=0), "maru, 1 clients: first sending / without"),
         ("maru", 1, "warm", gpu_run(0.07, first=9), "maru, 1 clients, warm: answers other than without"),
         ("maru", 1, "cold", gpu_run(0.5, cached=0, first=9), "maru, 1 clients, cold: answers other than without"),
+        ("maru-b", 1, "warm", gpu_run(0.07, first=9), "maru-b, 1 clients, warm: answers other than without"),
         ("lmcache-mp", 1, "warm", gpu_run(0.1, gap=0.0049), "maru, 1 clients: time per token / best peer"),
         ("offload256", 4, "warm", gpu_run(0.1, gap=0.003), "maru, 4 clients: tokens/s / best peer"),
     ],
