@@ -181,7 +181,8 @@ class MaruConfig:
         10.0,
         SECONDS_OR_NEVER,
         "Deadline of the load of one parked request, from when the worker hears of it; what is not there by then is "
-        "computed. Not for a load whose request computes already (`maru_overlap_load_with_compute`). 0: none.",
+        "computed. Not for a load whose request computes already (`maru_overlap_load_with_compute`). 0: none. Also how "
+        "long a hit waits for loads to give back what it may lease (`maru_lease_share`); 0: `maru_lookup_timeout`.",
         "seconds",
     )
     store_timeout: float = _setting(
@@ -217,7 +218,11 @@ class MaruConfig:
         "seconds",
     )
     lease_share: float = _setting(
-        0.5, SHARE, "Largest share of a pool's bytes that one session may hold leases on.", "fraction"
+        0.5,
+        SHARE,
+        "Largest share of a pool's bytes that one session may hold leases on. Hits that need more together are "
+        "loaded one after the other.",
+        "fraction",
     )
     dma_grace: float = _setting(
         1.0,

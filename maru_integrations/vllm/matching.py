@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
+from types import MappingProxyType
 
 from maru_core import logs
 from maru_core.client import Lease, MaruHandler
@@ -13,6 +14,7 @@ from maru_core.protocol import Presence
 from maru_integrations.vllm.breaker import Breaker
 from maru_integrations.vllm.questions import Question
 from maru_integrations.vllm.requests import Hit, Lookup, RequestState
+from maru_integrations.vllm.shareline import ShareLine
 from maru_integrations.vllm.waits import Wait
 
 #: How long all look-ups of one step together may wait for answers that are usually there after a fifth of it, in
@@ -20,11 +22,6 @@ from maru_integrations.vllm.waits import Wait
 POLL = 0.001
 #: The same while the engine has nothing else to do: asking in a loop would only keep the server off the processor.
 IDLE_POLL = 0.01
-#: Seconds from one question of a request that was answered BUSY to the next: what a load has given back reaches the
-#: server a moment after its answer.
-AGAIN = 0.002
-#: Seconds after which that has happened in any case.
-REACHED = 0.05
 #: The key of no object: asking for it leases nothing, however late the answer comes.
 _NOBODYS = hashlib.blake2b(digest_size=KEY_SIZE, person=b"maru-probe").digest()
 
@@ -36,9 +33,10 @@ class Matcher:
     it has ended or the request is gone. Whole chunks only, the last one clipped so that at least one token is left to
     compute and the hit ends on a block boundary.
 
-    What is there but over the share of the pool that one session may lease is BUSY. While loads of this engine are
-    under way, which give back what they hold, such a request waits in line and asks again, until its first deadline.
-    Invariants: who waits in line holds nothing; only the first of the line asks, once per step at most.
+    BUSY says that a chunk is there and this engine leases all that it may, nothing else. So a request that is answered
+    so waits while there is something that this engine will give back, in a line (:class:`ShareLine`) that nobody who is
+    asked for later overtakes, without a lease, and asks again; in the end it takes what there is. Who misses does not
+    wait.
     """
 
     def __init__(
@@ -52,9 +50,15 @@ class Matcher:
         clock: Callable[[], float],
         breaker: Breaker | None = None,
         count: Callable[[str], None] = lambda name: None,
-        loading: Callable[[], bool] = lambda: False,
+        line: ShareLine | None = None,
+        loads: Sized = (),
+        load_timeout: float = 0.0,
+        states: Mapping[str, RequestState] = MappingProxyType({}),
     ) -> None:
-        """``loading``: whether loads of this engine are under way."""
+        """``loads`` under way and live requests (``states``): what they have leased is given back in time.
+
+        ``load_timeout``: seconds that a load may take; 0: any number.
+        """
         self._handler = handler
         self._chunk = chunk_tokens
         self._block = block_size
@@ -63,11 +67,10 @@ class Matcher:
         self._clock = clock
         self._breaker = Breaker(clock) if breaker is None else breaker
         self._count = count
-        self._loading = loading
-        #: By request id, who was answered BUSY and waits.
-        self._line: dict[str, None] = {}
-        self._again = 0.0
-        self._given_back = -REACHED
+        self._loads = loads
+        self._load_timeout = load_timeout
+        self._states = states
+        self._line = ShareLine() if line is None else line
         self._idle = False
         self._patience = POLL
         self._probe: Lookup | None = None
@@ -90,21 +93,21 @@ class Matcher:
         """
         cap = (num_tokens - 1) // self._block * self._block
         if state.chain is None or state.failed or local >= cap:
-            self._leave_line(state)
+            self._line.leave(_id_of(state))
             return 0
         if state.lookup is not None and local // self._chunk < state.lookup.first_chunk:
             # vLLM's own prefix has become shorter since: the answer would leave a gap.
-            self.drop(state)
+            self._take_back(state)
         hit = state.hit
         if hit is not None and (local // self._chunk < hit.first_chunk or not self._alive(hit.lease)):
-            self.drop(state)
+            self._take_back(state)
             hit = None
         if hit is None:
             if state.asked:
                 return 0
             hit = self._look_up(state, num_tokens, local, cap)
             if hit is None:
-                return None if state.lookup is not None or state.busy is not None else 0
+                return None if state.lookup is not None or self.waits(state) else 0
         hit.local = local
         hit.tokens = max(0, min((hit.first_chunk + hit.chunks) * self._chunk, cap) - local)
         return hit.tokens
@@ -117,7 +120,8 @@ class Matcher:
         cap = (num_tokens - 1) // self._block * self._block
         if state.chain is None or not self._chunks(num_tokens, local, cap):
             return None
-        if state.asked or self._breaker.is_open:
+        if state.asked or self._breaker.is_open or self._line.places:
+            # What it would be leased is for those who wait for it.
             return False
         try:
             return self._ask(state, num_tokens, local, cap)
@@ -126,18 +130,27 @@ class Matcher:
             return False
 
     def drop(self, state: RequestState) -> None:
-        """Give back what a request has asked for and not used."""
-        self._leave_line(state)
+        """Give back what a request has asked for and not used; it waits for nothing."""
+        self._take_back(state)
+        self._line.leave(_id_of(state))
+
+    def _take_back(self, state: RequestState) -> None:
         if state.lookup is not None:
             state.lookup.pending.cancel()
             state.lookup = None
+            self._line.gave_back(self._clock())
         if state.hit is not None:
-            self._handler.release(state.hit.lease)
+            self.give_back(state.hit.lease)
             state.hit = None
 
-    def given_back(self) -> None:
-        """A load has ended, and its lease was released."""
-        self._given_back = self._clock()
+    def give_back(self, lease: Lease) -> None:
+        """End a lease that was made here: others wait for that."""
+        self._handler.release(lease)
+        self._line.gave_back(self._clock())
+
+    def waits(self, state: RequestState) -> bool:
+        """Whether the request waits for what this engine will give back."""
+        return _id_of(state) in self._line.places
 
     def remember_bad(self, key: bytes, entry: int, generation: int) -> None:
         """This object failed to load: the same bytes must not be promised to anybody again."""
@@ -154,13 +167,13 @@ class Matcher:
                 state.passed_over = True
                 self._count("lookups_skipped")
             return None
-        if state.busy is not None and state.lookup is None and not self._is_next(state):
+        if state.lookup is None and self.waits(state) and not self._may_ask(state):
             return None
         # Asked when the request arrived: now it is looked for first.
         early = state.lookup is not None and not state.lookup.polled
         try:
             if state.lookup is None and not self._ask(state, num_tokens, local, cap):
-                self._leave_line(state)
+                self._line.leave(_id_of(state))
                 return None
             lookup = state.lookup
             assert lookup is not None
@@ -168,10 +181,10 @@ class Matcher:
         except MaruError as error:
             self._log.debug("maru.lookup_failed", request=state.request.request_id, reason=str(error))
             state.lookup = None
-            self._leave_line(state)
             if early:
                 # A server that restarted while the request stood in line has kept what it had.
                 return self._look_up(state, num_tokens, local, cap)
+            self._line.leave(_id_of(state))
             state.asked = True
             return None
         if lease is None:
@@ -184,55 +197,69 @@ class Matcher:
             lease = lookup.pending.end()
         state.lookup = None
         if lease is None:
-            self._leave_line(state)
+            self._line.leave(_id_of(state))
             state.asked = True
             self._breaker.failed()
             self._count("lookups_late")
             self._log.warning("maru.lookup_late", request=state.request.request_id, seconds=self._timeout)
             return None
-        if early and Presence.BUSY in lease.statuses:
+        is_busy = Presence.BUSY in lease.statuses
+        if early and is_busy and self._line.is_first(_id_of(state)):
             # There, but this session had leased its share for those before it, who may have given it back.
             self._handler.release(lease)
             return self._look_up(state, num_tokens, local, cap)
-        if Presence.BUSY in lease.statuses and state.patient and self._gives_back():
-            self._handler.release(lease)
-            self._join_line(state, lookup.wait)
-            return None
-        self._leave_line(state)
-        state.asked = True
         chunks = self._usable(lease)
+        overtakes = chunks > 0 and not lookup.in_order and not self._line.is_first(_id_of(state))
+        if (is_busy or overtakes) and self._wait_in_line(state, lease):
+            return None
+        self._line.leave(_id_of(state))
+        state.asked = True
         if chunks == 0:
             self._handler.release(lease)
             return None
         state.hit = Hit(lease, lookup.first_chunk, chunks)
         return state.hit
 
-    def _gives_back(self) -> bool:
-        """Whether what this engine may lease will be more, as far as is known."""
-        return self._loading() or self._clock() - self._given_back < REACHED
-
-    def _join_line(self, state: RequestState, wait: Wait) -> None:
-        """Nothing is kept meanwhile: two that each had a part of what they need would wait for each other."""
-        if state.busy is None:
-            state.busy = wait
+    def _wait_in_line(self, state: RequestState, lease: Lease) -> bool:
+        """Have a request wait, without its lease; False when it is to take what there is."""
+        request_id, now = _id_of(state), self._clock()
+        is_new = self._line.join(request_id, now)
+        if self._is_over(state, now):
+            return False
+        if is_new:
             self._count("lookups_busy")
-        self._line[str(state.request.request_id)] = None
-        self._again = self._clock() + AGAIN
+        self._handler.release(lease)
+        if self._line.is_first(request_id):
+            self._line.refuse(now)
+        else:
+            # It may have been leased what the first of the line lacks. That does not count as given back: those who
+            # keep coming would keep the first from finding that nothing else will be.
+            self._line.ask_soon()
+        return True
 
-    def _leave_line(self, state: RequestState) -> None:
-        state.busy = None
-        self._line.pop(str(state.request.request_id), None)
-
-    def _is_next(self, state: RequestState) -> bool:
-        """Whether a request that waits in line is to ask now."""
-        assert state.busy is not None
+    def _may_ask(self, state: RequestState) -> bool:
+        """Whether a request that waits in line asks again now."""
         now = self._clock()
-        if state.busy.is_over(now) or not self._gives_back():
-            # Nobody gives anything back, or not in time: a part is better than nothing.
-            self._leave_line(state)
-            state.patient = False
-            return True
-        return next(iter(self._line)) == str(state.request.request_id) and now >= self._again
+        return self._is_over(state, now) or self._line.may_ask(_id_of(state), now)
+
+    def _is_over(self, state: RequestState, now: float) -> bool:
+        """Whether a request that waits in line has no time left to look again.
+
+        For loads it may wait as long as one may take. What was only promised, or asked for, may wait for blocks until
+        others have finished, so that is waited for as long as for an answer.
+        """
+        request_id = _id_of(state)
+        if len(self._loads) or not self._line.is_settled(now):
+            seconds = self._load_timeout or self._timeout
+        elif not self._line.is_first(request_id) or self._is_leased_for_others():
+            # If there is nothing to wait for, it is the first who finds that out, and may take it all.
+            seconds = self._timeout
+        else:
+            seconds = 0.0
+        return self._line.is_over(request_id, now, seconds)
+
+    def _is_leased_for_others(self) -> bool:
+        return any(state.hit or state.lookup for state in self._states.values())
 
     def _poll(self, lookup: Lookup) -> Lease | None:
         while True:
@@ -282,6 +309,7 @@ class Matcher:
             return chain.object_keys(first, end)
 
         state.lookup = self._submit(keys, chunks.start, chunks.stop)
+        state.lookup.in_order = self._line.is_first(_id_of(state))
         return True
 
     def _chunks(self, num_tokens: int, local: int, cap: int) -> range:
@@ -310,3 +338,7 @@ class Matcher:
             items = zip(lease.keys[:count], lease.entries, lease.generations, strict=False)
             count = next((index for index, item in enumerate(items) if item in self._bad), count)
         return count // self._objects
+
+
+def _id_of(state: RequestState) -> str:
+    return str(state.request.request_id)

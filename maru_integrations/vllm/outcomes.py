@@ -66,8 +66,7 @@ class Outcomes:
         done = self.loads.end(result.load_id)
         if done is None:
             return
-        self.handler.release(done.lease)
-        self.matcher.given_back()
+        self.matcher.give_back(done.lease)
         if done.disowned:
             return
         self.parking.end_load(done.request_id)

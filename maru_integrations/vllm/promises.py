@@ -98,10 +98,12 @@ class Promises:
         if not support.reads_prefix_cache(request):
             return 0, False
         tokens = self.matcher.match(state, request.num_tokens, local) if self.resets.caught_up() else 0
-        if tokens and not self._is_worth_it(state):
+        waits = tokens is None and self.matcher.waits(state)
+        if (tokens or waits) and not self._is_worth_it(state, tokens or request.num_tokens - local):
             tokens = 0
         if not tokens:
-            if tokens == 0 and self.loads.of(request_id) is None:
+            # Who waits for others to give back what they were promised must not keep them from loading it.
+            if (waits or tokens == 0) and self.loads.of(request_id) is None:
                 self.parking.end_load(request_id)
             return tokens, False
         if not parks:
@@ -112,16 +114,17 @@ class Promises:
         state.hit.promised = True
         return tokens, True
 
-    def _is_worth_it(self, state: RequestState) -> bool:
-        hit = state.hit
-        if self.worth is None or hit is None or hit.promised:
+    def _is_worth_it(self, state: RequestState, tokens: int) -> bool:
+        """``tokens``: those of its hit, or while it waits for one the most that it can have."""
+        if self.worth is None or (state.hit is not None and state.hit.promised):
             return True
-        reason = self.worth.reason_to_compute(hit.tokens, self.loads.tokens_ahead)
+        reason = self.worth.reason_to_compute(tokens, self.loads.tokens_ahead)
         if reason is None:
             return True
         self.stats.count("loads_skipped", reason=reason)
-        self._log.debug("maru.load_skipped", request=state.request.request_id, tokens=hit.tokens, reason=reason)
-        self.matcher.drop(state)  # it was asked, and is asked again only when it starts over
+        self._log.debug("maru.load_skipped", request=state.request.request_id, tokens=tokens, reason=reason)
+        self.matcher.drop(state)
+        state.asked = True  # it is asked again only when it starts over
         return False
 
     # -- its blocks ----------------------------------------------------------------------------------------------

@@ -18,13 +18,14 @@ from maru_integrations.vllm.waits import Wait
 class Lookup:
     """A question to the server that has not been answered: chunks from ``first_chunk`` on, for as long as ``wait``.
 
-    ``polled``: how many of its slices have been waited for.
+    ``polled``: how many of its slices have been waited for. ``in_order``: nobody was before it in line then.
     """
 
     pending: Question
     first_chunk: int
     wait: Wait
     polled: int = 0
+    in_order: bool = True
 
 
 @define
@@ -60,10 +61,6 @@ class RequestState:
     next_chunk: int = 0
     known: range = range(0)
     lookup: Lookup | None = None
-    #: It was answered BUSY, and asks again when it is first of those, for as long as this; see Matcher.
-    busy: Wait | None = None
-    #: Whether it may wait for that: afterwards the next answer counts, whatever it is.
-    patient: bool = True
     hit: Hit | None = None
     asked: bool = False
     passed_over: bool = False
@@ -88,7 +85,6 @@ class RequestState:
         self.next_chunk = 0
         self.known = range(0)
         self.asked = False
-        self.patient = True
         self.tainted = False
         self.outdated = False
 

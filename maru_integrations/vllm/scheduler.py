@@ -20,6 +20,7 @@ from maru_integrations.vllm.promises import Promises
 from maru_integrations.vllm.quarantine import Quarantine
 from maru_integrations.vllm.requests import LiveRequests
 from maru_integrations.vllm.resets import Resets
+from maru_integrations.vllm.shareline import ShareLine
 from maru_integrations.vllm.stats import MaruStats, Report
 from maru_integrations.vllm.storing import Stores
 from maru_integrations.vllm.tables import Scheduled, Tables
@@ -55,7 +56,8 @@ class MaruScheduler:
         self._requests = LiveRequests(namespace.root, settings.chunk_tokens, settings.objects_per_chunk)
         self._states = states = self._requests.states
         self._breaker = Breaker(clock)
-        self._loads = loads = Loads()
+        self._line = ShareLine()
+        self._loads = Loads()
         self._matcher = Matcher(
             handler,
             chunk_tokens=settings.chunk_tokens,
@@ -65,7 +67,10 @@ class MaruScheduler:
             clock=clock,
             breaker=self._breaker,
             count=self._stats.count,
-            loading=lambda: len(loads) > 0,
+            line=self._line,
+            loads=self._loads,
+            load_timeout=settings.load_timeout,
+            states=states,
         )
         self._resets = Resets(handler, clock)
         self._parking = Parking(settings.block_size, settings.block_budget, settings.window)
@@ -196,9 +201,10 @@ class MaruScheduler:
     def take_stats(self) -> MaruStats | None:
         """What has been counted since this was last asked, and what is as it was not then; ``None``: nothing."""
         parking = self._parking
+        waiting = parking.waiting + len(self._line.places)
         away = int(self._breaker.is_open or not self._handler.is_up)
         return self._report.take(
-            (parking.admitted, parking.loading, parking.waiting, self._stores.outstanding, away)  # as in stats.GAUGES
+            (parking.admitted, parking.loading, waiting, self._stores.outstanding, away)  # as in stats.GAUGES
         )
 
     def reset(self) -> bool:

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 COUNTERS: Mapping[str, str] = {
     "lookups": "Look-ups sent to the server.",
     "lookups_late": "Look-ups given up because no answer came in time.",
-    "lookups_busy": "Look-ups that were asked again because loads of this engine held its share of the pool.",
+    "lookups_busy": "Requests that waited for this engine to give back what it may lease.",
     "lookups_skipped": "Requests that were computed without a look-up because the server counts as away.",
     "loads": "Loads that ended well.",
     "loads_failed": "Loads of which something had to be computed again.",
@@ -25,7 +25,7 @@ COUNTERS: Mapping[str, str] = {
 GAUGES: Mapping[str, str] = {
     "parked": "Requests that have a share of the blocks for parked requests.",
     "loading": "Loads that are promised or under way.",
-    "waiting": "Requests that wait for a share of blocks or for a place among the loads in flight.",
+    "waiting": "Requests that wait for a share of blocks, a place among the loads in flight or a lease.",
     "storing": "Asynchronous stores without an answer.",
     "server_away": "1 while the server counts as away.",
 }

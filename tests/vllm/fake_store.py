@@ -61,7 +61,7 @@ class FakeStore:
     before_write: Callable[[], None] = lambda: None
     #: Objects that there is room for; what nobody leases makes room.
     capacity: int | None = None
-    #: Objects that may be leased at a time; what is over that is BUSY.
+    #: Objects that may be leased at a time, each counted once; the first that is over that is BUSY.
     share: int | None = None
     #: Threads of several engines call at once.
     lock: threading.RLock = field(factory=threading.RLock, repr=False)
@@ -152,13 +152,13 @@ class FakePending:
             return None
         taken: list[StoredObject] = []
         statuses = bytearray(len(self.keys))
-        leased = {found.entry for held in self.store.leases.values() for found in held}
+        held = {id(found) for objects in self.store.leases.values() for found in objects}
         for index, key in enumerate(self.keys):
             found = self.store.objects.get(key)
             if self.stale or found is None or not found.ready:
                 break
-            leased.add(found.entry)
-            if self.store.share is not None and len(leased) > self.store.share:
+            held.add(id(found))
+            if self.store.share is not None and len(held) > self.store.share:
                 statuses[index] = Presence.BUSY
                 break
             statuses[index] = Presence.READY

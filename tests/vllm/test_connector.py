@@ -59,6 +59,7 @@ def settled(engine: Engine, free: int) -> None:
     assert not scheduler._states
     assert scheduler._loads.is_empty
     assert scheduler._parking.is_empty
+    assert not scheduler._line.places
     assert not scheduler._stores.outstanding
     assert not engine.held
     assert not engine.side._guard.caught

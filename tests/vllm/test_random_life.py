@@ -99,7 +99,7 @@ def check_two_lives(
 ) -> None:
     """One engine after the other on a store, each with its settings."""
     rng = random.Random(seed)
-    store = FakeStore()
+    store = FakeStore(share=random.Random(f"{seed} {leaps} share").choice([None, 2, 5, 8]))
     if threads:
         store.before_read = dawdle(random.Random(f"{seed} read"))
         store.before_write = dawdle(random.Random(f"{seed} write"))

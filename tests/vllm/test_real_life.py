@@ -102,6 +102,7 @@ def test_two_engines_and_a_server_in_trouble(folder: Folder, engine_on: EngineOn
     more: dict[str, Any] = {"verify": verify, "pool_size": pool, "request_timeout": 0.5}
     if rng.random() < 0.3:
         more["chunk_size"] = 16384
+    more["lease_share"] = random.Random(f"share {knobs} {verify}").choice([0.02, 0.05, 0.5])
     watcher = folder.connect(**more)
     texts = make_texts(rng)
     for _ in range(2):

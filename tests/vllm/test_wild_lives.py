@@ -236,6 +236,7 @@ def check_wild_life(engine_on: EngineOn, seed: object, steps: int = STEPS) -> in
     texts = make_texts(rng)
     knobs = choose_knobs(rng)
     warm(engine_on, store, *texts, extra={"maru_use_layerwise": "maru_use_layerwise" in knobs})
+    store.share = random.Random(f"share {seed}").choice([None, 2, 5, 8])
     with wild_engine(engine_on, store, knobs, pace, rng) as engine:
         free = engine.free_blocks()
         life = WildLife(engine, pace, rng, texts)
