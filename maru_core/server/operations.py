@@ -19,7 +19,7 @@ from maru_core.server.orphans import Orphans
 from maru_core.server.requests import Refusal
 from maru_core.server.reservations import Reserved, keys_of
 from maru_core.server.sessions import AcquireUndo, ReserveUndo, Session
-from maru_core.server.steps import DELETE_SLICE, MIXED_SLICE, SLICE, Steps
+from maru_core.server.steps import DELETE_SLICE, MIXED_SLICE, RESERVE_SLICE, SLICE, Steps
 
 #: 1 for NEW, else 0: the whole column is looked at in one go, so it has to be quick.
 _IS_NEW = bytes(status == ReserveStatus.NEW for status in range(256))
@@ -105,7 +105,7 @@ class Operations:
             raise ProtocolError(f"parents must be none, one, or as many as keys ({total}), got {describe(parents)}")
         chain = len(parents) == KEY_SIZE
         sizes = requests.lengths(length, total)
-        width = SLICE if type(sizes) is int else MIXED_SLICE
+        width = RESERVE_SLICE if type(sizes) is int else MIXED_SLICE
         statuses, entries, generations = bytearray(), array("I"), array("I")
         orphans = Orphans()
         for at in range(0, total, width):

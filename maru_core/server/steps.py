@@ -13,8 +13,10 @@ from typing import Any
 #: What an operation yields (nothing) and returns (its results).
 Steps = Generator[None, None, list[Any]]
 
-#: Keys that are worked on before other requests get their turn: less than a millisecond.
+#: Keys that are worked on before other requests get their turn: a millisecond or two.
 SLICE = 512
+#: The same for RESERVE, which writes a header for each and enters it in every table.
+RESERVE_SLICE = 256
 #: The same for DELETE, REPORT and RESET, which handle keys one by one.
 DELETE_SLICE = 256
 #: The same for RESERVE of objects whose lengths may all differ: room is made for each by itself.

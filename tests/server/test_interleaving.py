@@ -296,7 +296,7 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     # What a session gives up is gathered from many steps, of which each gives up little.
     for module, keys in ((operations, 1), (reservations, 1), (life, 3)):
         monkeypatch.setattr(module, "SLICE", keys)
-    for name in ("DELETE_SLICE", "MIXED_SLICE"):
+    for name in ("DELETE_SLICE", "MIXED_SLICE", "RESERVE_SLICE"):
         monkeypatch.setattr(operations, name, 1)
     monkeypatch.setattr(admin, "_DROPPED", 1)
 
