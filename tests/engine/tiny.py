@@ -214,7 +214,7 @@ class Tiny:
     def always_loading(self) -> AbstractContextManager[None]:
         """Load every hit, even if computing it is expected to be quicker."""
         return self.patched(
-            type(self.side._scheduler._promises), "_is_worth_it", lambda judge: lambda promises, state: True
+            type(self.side._scheduler._promises), "_is_worth_it", lambda judge: lambda promises, state, tokens: True
         )
 
     @contextmanager
